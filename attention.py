@@ -18,7 +18,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
-    S       (Eq. 12)    S, alpha         (H, N, N), (1,)    scaling, v - S v; not the S above
+    S       (Eq. 12)    s                (H, N, N) or (1,)  scaling, v - S v; not the S above
 
 The paper's text and its released code compute different things. Each choice is an argument here:
 
@@ -33,7 +33,8 @@ The paper's text and its released code compute different things. Each choice is 
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
 The defaults follow the released code. `FORMS` names the three variants of the first three rows.
-lambda * mu is not lambda / mu renamed: doubling the keys halves the first and doubles the second.
+No lambda makes lambda * mu and lambda / mu the same rule: doubling all keys halves lambda * mu, but
+doubles lambda / mu.
 """
 
 import math
@@ -124,7 +125,7 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
                   dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
                   trace=None, keep=None):
-    """RPC-Attention: n_iter steps of Principal Attention Pursuit on the keys; returns the last L.
+    """Run n_iter steps of Principal Attention Pursuit (PAP) on the keys; return the last L.
 
     k, v, result: (B, H, N, D). v has k's width, because L, a mix of values, is subtracted from k.
     n_iter: steps, at least 1. More steps are not more accurate: PAP does not converge.
@@ -164,8 +165,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
-    # output for the rest. Z sums the errors K - L - S, to push the next step the other way. The
-    # last Z is unused; computing it costs no measurable time and keeps the lines as printed.
+    # output for the rest. Z sums the errors K - L - S and enters the next step. The last Z is
+    # unused; computing it costs no measurable time and keeps the lines as printed.
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
     for _ in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)

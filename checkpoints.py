@@ -45,13 +45,12 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
         raise InputError("the file has no head.weight: a backbone without a head cannot classify")
     notes = []
     if num_heads is None:
-        notes.append(f"num_heads = {settings['num_heads']} is assumed: the width of the tokens, "
-                     f"{settings['embed_dim']}, divided by 64. The file does not store it.")
+        notes.append(f"--num_heads {settings['num_heads']} is assumed, because the tokens are "
+                     f"{settings['embed_dim']} wide and most ViTs have one head per 64")
     if eps is None:
-        notes.append(f"eps = {ViTConfig.eps:g} is assumed for LayerNorm. The file does not store "
-                     f"it.")
+        notes.append(f"--norm_eps {ViTConfig.eps:g} is assumed, as in DeiT and timm")
     if normalize == "imagenet":
-        notes.append("normalize = imagenet is assumed for the pixels. The file does not store it.")
+        notes.append("--normalize imagenet is assumed, as in DeiT")
     settings.update(num_heads=settings["num_heads"] if num_heads is None else num_heads,
                     eps=ViTConfig.eps if eps is None else eps,
                     image_size=image_size or trained_size(state))

@@ -1,14 +1,13 @@
 """Write corrupted copies of a folder of images, for eval_robust.py --corrupted_dir.
 
     python corrupt_folder.py imagenet/val imagenet-c --types fog frost      # ImageNet's crop
-    python corrupt_folder.py photos/val photos-c --size 64 --crop_pct 1     # photos of your own
+    python corrupt_folder.py photos/val photos-c --size 64 --crop_pct 1     # your own photos
 
 The layout is ImageNet-C's: OUT/<type>/<severity>/<class>/*.jpg, JPEG of quality 85.
 """
 
 import argparse
 import os
-import shlex
 from pathlib import Path
 
 import common
@@ -59,7 +58,7 @@ def main():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(str(path), encode_jpeg(damaged[0], 85))
     print(f"{len(tree)} images, {', '.join(args.types)}, in {args.out}: "
-          f"python eval_robust.py --corrupted_dir {shlex.quote(args.out)}")
+          f"{common.command('eval_robust.py', '--corrupted_dir', args.out)}")
 
 
 if __name__ == "__main__":

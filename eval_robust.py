@@ -86,7 +86,7 @@ SETTINGS = {"corruptions": dict(type=NAMES, jpeg85=False),
 # Arguments that the evaluator passes to an attack.
 PASSED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose", "targets",
           "surrogates")
-EPS = tuple(k / 255 for k in (1, 2, 4, 8))
+DEFAULT_EPS = tuple(k / 255 for k in (1, 2, 4, 8))
 # The conditions of the paper's code, `rachtsy/KPCA_code:Attack`, and its settings per attack.
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER = dict(noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
@@ -125,10 +125,10 @@ def get_args():
          "classifier from pixels in [0, 1] to logits")
     flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
          'steps=40"; the list is below (default: clean, corruptions, noise, fgsm, pgd, '
-         "adaptive_pgd, apgd and what the folders allow; for a Segmenter clean and corruptions; "
-         "for a language model perplexity)")
+         "adaptive_pgd, apgd, and the folders that flags name; for a Segmenter clean and "
+         "corruptions; for a language model perplexity)")
     flag("--preset", choices=("default", "paper"), default="default", help="conditions and "
-         "settings of the attacks: ours, or those of the paper's code")
+         "settings of the attacks; paper repeats the paper's code")
     flag("--eps", nargs="+", type=budget, help="L-infinity budgets of every attack that does not "
          "set eps: 8/255 or 0.031")
     flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
@@ -216,9 +216,9 @@ class Run(NamedTuple):
     word: str = ""                       # the word that the word swap inserts
 
 
-# --- measures in words: "pgd eps=1/255,2/255 steps=40" ---------------------------------------------
+# --- measures in words: "pgd eps=1/255,2/255 steps=40" --------------------------------------------
 
-def number(text):
+def read_number(text):
     """Read 8/255, 0.0314 or 8."""
     top, _, bottom = text.partition("/")
     whole = text.removeprefix("-").isdecimal()
@@ -227,7 +227,7 @@ def number(text):
 
 def budget(text):
     """Read an L-infinity budget in pixel units."""
-    value = number(text)
+    value = read_number(text)
     if not 0 <= value <= 1:
         hint = f"; did you mean {text}/255?" if value > 1 else ""
         raise argparse.ArgumentTypeError(f"eps={text}, expected 0 to 1, because pixels are in "
@@ -256,7 +256,7 @@ def read_setting(name, setting, text, default):
         if isinstance(default, (str, tuple)):
             return text
         whole = type(default) is int                      # a count, such as steps
-        return (budget if setting == "eps" else common.COUNT if whole else number)(text)
+        return (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
     except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
         expected = f"expected {' or '.join(words)}" if words else error
         raise InputError(f"--measures {name}: {setting}={text}: {expected}") from None
@@ -273,7 +273,7 @@ def parse_measure(text, known, preset="default", eps=None):
     defaults, paper = settings_of(name), preset == "paper"
     values = defaults | (PAPER.get(name, {}) if paper else {})
     if "eps" in values and (eps or values["eps"] is None):
-        values["eps"] = tuple(eps or (PAPER_EPS if paper else EPS))
+        values["eps"] = tuple(eps or (PAPER_EPS if paper else DEFAULT_EPS))
     for setting, _, given in (pair.partition("=") for pair in pairs):
         if setting not in values:
             raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
@@ -300,7 +300,7 @@ def in_words(value):
         return str(value)
     plain = f"{value:g}" if float(f"{value:g}") == value else str(value)
     share = f"{255 * value:g}/255"
-    return share if number(share) == value and len(share) < len(plain) else plain
+    return share if read_number(share) == value and len(share) < len(plain) else plain
 
 
 def measure_text(name, settings):
@@ -329,7 +329,7 @@ class Loaded(NamedTuple):
     given: str                           # the flag and the path, for errors
     size: int | None                     # pixels per side of its images
     origin: str = "ours"                 # a key of ORIGINS
-    checkpoint: dict = {}                # of ours, without the weights
+    checkpoint: dict = {}                # our checkpoint without its weights
     trained: dict = {}                   # the flags of its training
     classes: list | None = None          # class names
 
@@ -627,8 +627,8 @@ class Text(NamedTuple):
 def load_texts(models, run):
     """Load the texts that language models are evaluated on: source is {split: Text}.
 
-    Another text than that of the training is looked up in the checkpoint's vocabulary word by word.
-    A file is scored as a whole, split "whole"; a folder has the splits valid and test.
+    A text that the model was not trained on is looked up in the checkpoint's vocabulary, word by
+    word. A file is scored as a whole, split "whole"; a folder has the splits valid and test.
     """
     from data.text import UNK, lines_to_score, stored_vocabulary
     args, first = run.args, models[0]
@@ -895,7 +895,8 @@ def clean(run, m, images, name, settings):
 
 def corrupted(run, m, images, name, settings):
     """Measure corrupted images; each field is a list over the severities."""
-    label, severities = f"{measure_text(name, settings)}, {m.about['model']}", settings["severities"]
+    severities = settings["severities"]
+    label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(len(severities), len(images.index), 3, device=run.device)
     if "released" in settings:
         for i, severity in enumerate(severities):
@@ -998,7 +999,8 @@ def attacked(run, m, images, name, settings):
         row["stages"] = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
-        row |= {} if adaptive.pap_steps(m.model, grey) else dict(plain=True)     # no RPC-Attention runs
+        if not adaptive.pap_steps(m.model, grey):         # the model has no RPC-Attention
+            row["plain"] = True
     return row
 
 
@@ -1077,8 +1079,9 @@ def perplexities(run, m, images, name, settings):
     """Measure perplexity: segment-wise, sliding, and sliding after the word swap.
 
     attacked counts all targets, also the inserted words, which no model can foresee.
-    attacked_unswapped counts the others, clean_unswapped the same targets in the clean text: their
-    difference is the effect of the attack. unknown: per cent of the words outside the vocabulary.
+    attacked_unswapped leaves the inserted words out, clean_unswapped counts the same targets in the
+    clean text: their difference is the effect of the attack. unknown: per cent of the words that
+    are not in the vocabulary.
     """
     from data.text import perplexity, sliding_nll
     text = images.source
@@ -1225,7 +1228,7 @@ def worst_cases(rows):
                 top1=100 * right.double().mean().item())
 
 
-def table(rows, summary=()):
+def rows_table(rows, summary=()):
     """Write rows as Markdown, one line per number, one column per model.
 
     Below the table stand the settings that all rows of a measure share. summary: the names of the
@@ -1306,7 +1309,7 @@ def class_tables(rows, folder):
 # --- the command ----------------------------------------------------------------------------------
 
 def start(args):
-    """Join the other processes if torchrun started this one; return a `Run`."""
+    """Join the process group if torchrun started this process; return a `Run`."""
     best = "mps" if torch.backends.mps.is_available() else "cpu"
     best = "cuda" if torch.cuda.is_available() else best
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -1376,7 +1379,7 @@ def print_tables(paths):
     for row in rows.values():
         tables.setdefault((row["task"], row["data"]), []).append(row)
     for (task, data), own in tables.items():
-        print(f"\n{task}, {data}\n\n{table(own)}")
+        print(f"\n{task}, {data}\n\n{rows_table(own)}")
 
 
 def main():
@@ -1418,9 +1421,10 @@ def main():
 
     if run.rank == 0:
         own = [row for row in rows.values() if row["data"] == run.data]
-        path.with_name("table.md").write_text(table(own) + "\n", "utf-8", "backslashreplace")
+        path.with_name("table.md").write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
         top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
-        print(f"\n{table(own, SUMMARY + top5)}\n{SUMMARY_NOTE.format(path.with_name('table.md'))}")
+        print(f"\n{rows_table(own, SUMMARY + top5)}")
+        print(SUMMARY_NOTE.format(path.with_name("table.md")))
         if args.per_class:
             print("\n" + class_tables(rows.values(), path.parent))
     if dist.is_initialized():
@@ -1428,8 +1432,8 @@ def main():
 
 
 SUMMARY_NOTE = """\
-Accuracies in per cent on the same images for all models; {} has every row with its
-interval and settings. One network per variant is not enough to rank variants: train several seeds."""
+Accuracies in per cent; all models have the same images. {} has every row with its settings.
+One network per variant is not enough to rank variants: train several seeds."""
 
 
 if __name__ == "__main__":

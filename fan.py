@@ -1,17 +1,17 @@
 """FAN-ViT with any attention of attention.py: App. E.7 of Teo & Nguyen 2024, Tables 9 and 10.
 
-Architecture and parameter names of Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), whose
-released checkpoints load into the softmax kind. The paper's baseline is the symmetric kind, after
-`rachtsy/FAN:models/fan_sym.py`: there the class token, too, uses its key as its query.
+Architecture and parameter names follow Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), so the
+released checkpoints load into a FAN with softmax attention. The paper's baseline has symmetric
+attention, as in `rachtsy/FAN:models/fan_sym.py`: the class token also uses its key as its query.
 
-    model = FAN(FANConfig(**SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
+    model = FAN(FANConfig(**FAN_SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 
-A ViT but for four parts: a stack of convolutions embeds the patches, positions are sines, each
-block's MLP is a `ChannelGate`, and the class token joins after the blocks, which see patches only
-(N counts those). For small images the stem halves less often: patch_size=4 keeps its last two
-convolutions (3-96-192), so that 32 px give 8 x 8 tokens; NVlabs' own stem for patches of 4
-(models/fan.py:232) has fewer channels, 3-48-192.
+A FAN differs from a ViT in four parts. A stack of convolutions, the stem, embeds the patches.
+Positions are sines and cosines. The MLP of each block is a `ChannelGate`. The class token joins
+after the blocks, so the blocks have N patch tokens. For small images the stem is shorter:
+patch_size=4 keeps its last two convolutions (3-96-192 channels), so 32 px give 8 x 8 tokens. The
+stem for patches of 4 in NVlabs/FAN (models/fan.py:232) has fewer channels, 3-48-192.
 """
 
 import math
@@ -27,7 +27,7 @@ from attention import LAYER_PATTERNS, SelfAttention, softmax_attention
 from common import InputError, one_of
 from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
-SIZES = {                                                  # parameters at 224 px
+FAN_SIZES = {                                                  # parameters at 224 px
     "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
     "fan_small": dict(embed_dim=384, depth=12, num_heads=8),   # 28,345,336; symmetric 26,275,576
 }
@@ -35,10 +35,11 @@ SIZES = {                                                  # parameters at 224 p
 
 @dataclass
 class FANConfig(ViTConfig):
-    """ViTConfig and the class token's blocks. drop_path: the rate of every block."""
-    cls_depth: int = 2                # class-attention blocks
-    class_attn: str = ""              # theirs: softmax, symmetric; "": as the plain layers
-    family = "fan "                   # no field: in tables, before the kind of attention
+    """Settings that rebuild a FAN: ViTConfig and two more. drop_path: the rate of every block."""
+    cls_depth: int = 2                # number of class-attention blocks
+    class_attn: str = ""              # their attention, softmax or symmetric; "": as in layers
+                                      # without RPC-Attention
+    family = "fan "                   # not a field: a prefix of the attention's name in tables
 
     def __post_init__(self):
         super().__post_init__()
@@ -54,7 +55,7 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Return the conv stem, (B, 3, S, S) -> (B, C, S/P, S/P): sides halve, channels double."""
+    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side."""
     steps = int(math.log2(patch_size))
     widths = [3, *(dim >> i for i in reversed(range(steps)))]
     layers = []
@@ -67,7 +68,7 @@ def stem(patch_size, dim):
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm2d over the images of all processes, for CPUs.
 
-    For GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) puts PyTorch's in its place.
+    On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces it by PyTorch's module.
     """
 
     def forward(self, x):
@@ -87,7 +88,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class Positions(nn.Module):
-    """Sines and cosines of a patch's row and of its column, projected to (1, N, C)."""
+    """Sines and cosines of the row and of the column of each patch, projected to (1, N, C)."""
 
     def __init__(self, side, dim, size=32):
         super().__init__()
@@ -104,12 +105,12 @@ class Positions(nn.Module):
 
 
 def split(x, num_heads):
-    """(B, N, C) -> (B, H, N, D)."""
+    """Split channels into heads: (B, N, C) -> (B, H, N, D)."""
     return x.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 class TokenAttention(SelfAttention):
-    """SelfAttention with projections `q` and `kv` for `qkv`; no `q` where keys are queries."""
+    """SelfAttention with layers `q` and `kv` instead of `qkv`; no `q` if keys are the queries."""
 
     def make_projections(self, dim, bias):
         self.q = nn.Linear(dim, dim, bias) if self.num_proj == 3 else None
@@ -121,7 +122,7 @@ class TokenAttention(SelfAttention):
 
 
 class ConvMlp(Mlp):
-    """MLP with 3 x 3 depthwise convolutions over the grid of patches inside, (B, N, C)."""
+    """MLP with 3 x 3 depthwise convolutions over the grid of patches, (B, N, C) in and out."""
 
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, hidden_dim)
@@ -141,7 +142,7 @@ class ConvMlp(Mlp):
 
 
 class ChannelGate(nn.Module):
-    """FAN's channel attention in place of an MLP: norm_v(mlp_v(z)) times a gate per channel."""
+    """FAN's channel attention, instead of an MLP: norm_v(mlp_v(z)) times one gate per channel."""
 
     def __init__(self, dim, num_heads, hidden_dim):
         super().__init__()
@@ -149,7 +150,7 @@ class ChannelGate(nn.Module):
         self.temperature = nn.Parameter(torch.ones(num_heads, 1, 1))
         self.q = nn.Linear(dim, dim)
         self.mlp_v = ConvMlp(dim, hidden_dim)
-        self.norm_v = nn.LayerNorm(dim)                         # eps 1e-5, unlike every other norm
+        self.norm_v = nn.LayerNorm(dim)                         # eps 1e-5, not the config's
 
     def forward(self, z):
         q = split(self.q(z), self.num_heads).softmax(2)                     # over tokens
@@ -159,9 +160,9 @@ class ChannelGate(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token, the first of z (B, N + 1, C), to all of z: (B, 1, C).
+    """Attention from the class token, the first of z (B, N + 1, C), to all tokens: (B, 1, C).
 
-    attn: "softmax", or "symmetric", whose query is the class token's key.
+    attn: "softmax", or "symmetric", in which the query is the class token's key.
     """
 
     def __init__(self, dim, num_heads, attn):
@@ -178,7 +179,7 @@ class ClassAttention(nn.Module):
 
 
 class FANBlock(Block):
-    """Pre-norm block with these attn and mlp, each scaled per channel (gamma) before its sum."""
+    """Pre-norm block that scales the outputs of attention and MLP per channel (gamma)."""
 
     def __init__(self, c, attn, mlp):
         super().__init__(c.embed_dim, attn, mlp, c.drop_path, c.eps)
@@ -190,7 +191,7 @@ class FANBlock(Block):
 
 
 class ClassBlock(FANBlock):
-    """Block that updates the class token. Patch tokens are normed and doubled, as in NVlabs/FAN."""
+    """Block that updates the class token; it normalises and doubles the rest, as in NVlabs/FAN."""
 
     def forward(self, x):
         z = self.norm1(x)
@@ -199,10 +200,10 @@ class ClassBlock(FANBlock):
 
 
 class FAN(ViT):
-    """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in NVlabs/FAN."""
+    """Image classifier: pixels (B, 3, S, S) in [0, 1] to logits (B, K). Names as in NVlabs/FAN."""
 
     def build(self, c):
-        """Make patch_embed, pos_embed and blocks, and the class token's own blocks."""
+        """Make patch_embed, pos_embed, blocks and the blocks of the class token."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
         how = dict(pap=c.pap, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)

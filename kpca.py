@@ -1,11 +1,12 @@
-"""Attention as kernel PCA: the theory of Teo & Nguyen 2024, one line of code an equation.
+"""Attention as kernel PCA: the theory of Teo & Nguyen 2024, one line of code per equation.
 
-    python kpca.py        # a worked example, each number beside the one by hand; then Theorem 1
+    python kpca.py        # a worked example with each number by hand and computed; then Theorem 1
 
-The keys k_1 ... k_N of one head are data; k(x, y) = exp(x.y / sqrt(D)) says how alike two are, and
-g(x) = sum_j k(x, k_j). phi is the feature map with phi(x).phi(y) = k(x, y) / (g(x) g(y)). Kernel
-PCA finds the axes u_d along which the centred phi(k_j) vary most. Theorem 1: with values made from
-these axes, softmax attention returns phi(q).u_d, the coordinates of the query on them.
+The keys k_1 ... k_N of one head are the data. k(x, y) = exp(x.y / sqrt(D)) measures the similarity
+of two vectors, and g(x) = sum_j k(x, k_j). phi is the feature map with phi(x).phi(y) = k(x, y) /
+(g(x) g(y)). Kernel PCA finds the axes u_d along which the centred phi(k_j) vary most. Theorem 1: if
+the values are computed from these axes, softmax attention returns phi(q).u_d, the coordinates of
+the query on the axes.
 
     Eq. 4     phi~(k_j), centred features               project_features
     Eq. 5     C u_d = lambda_d u_d, C: covariance
@@ -23,8 +24,9 @@ these axes, softmax attention returns phi(q).u_d, the coordinates of the query o
     App. C    |phi(q)|^2 from A's first column          projection_error; log_phi2 (without A)
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
-Each stands here as printed, and what experiments need once more in logarithms, where nothing
-overflows however long the keys are. Do *trained* values look like this? studies/kernel_pca.py asks.
+First, each equation stands as printed. Then the functions that experiments need are written in
+logarithms, where long keys do not overflow. studies/kernel_pca.py tests whether trained values
+agree with Theorem 1.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; as printed: q (M, D) and so on.
 """
@@ -38,36 +40,36 @@ import torch
 
 from attention import soft_threshold
 
-EPS = torch.finfo(torch.float64).eps
+ROUNDING = torch.finfo(torch.float64).eps        # relative
 
 
 # --- as printed -----------------------------------------------------------------------------------
 
 def kernel(x, y):
-    """k(x_i, y_j), (M, N)."""
+    """Compute k(x_i, y_j), (M, N)."""
     return (x @ y.mT / math.sqrt(x.shape[-1])).exp()
 
 
 def g(x, k):
-    """g(x_i), (M, 1)."""
+    """Compute g(x_i), (M, 1)."""
     return kernel(x, k).sum(-1, keepdim=True)
 
 
 def centre(G):
-    """G~ = G - 1_N G - G 1_N + 1_N G 1_N: the Gram matrix of the centred features, symmetric."""
+    """Return the Gram matrix of the centred features, G~ = G - 1_N G - G 1_N + 1_N G 1_N."""
     rows, columns = G.mean(-1, keepdim=True), G.mean(-2, keepdim=True)
     G = G - rows - columns + G.mean((-2, -1), keepdim=True)                 # App. B
     return (G + G.mT) / 2
 
 
 def top_eigh(matrix, d):
-    """The d largest eigenvalues of a symmetric matrix, descending, and their eigenvectors."""
+    """Return the d largest eigenvalues of a symmetric matrix, descending, and the eigenvectors."""
     size, vectors = torch.linalg.eigh(matrix)
     return size.flip(-1)[..., :d], vectors.flip(-1)[..., :d]
 
 
 def theorem_1(q, k, d):
-    """Two (M, d) matrices that Theorem 1 says are equal: projections on d axes, and attention."""
+    """Return projections on d axes and attention outputs, (M, d) each, which Theorem 1 equates."""
     E, g_k = kernel(k, k), g(k, k)
     sigma, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                      # Eq. 11
     a = U / sigma.sqrt()                                                    # so that |u_d| = 1
@@ -78,13 +80,16 @@ def theorem_1(q, k, d):
 
 
 def features(x, k):
-    """phi(x_i) in N coordinates (M, N): those of the space that phi(k_1) ... phi(k_N) span."""
+    """Return phi(x_i) in N coordinates of the space that phi(k_1) ... phi(k_N) span: (M, N)."""
     root = torch.linalg.cholesky(kernel(k, k))
     return kernel(x, k) @ root.inverse().mT / g(x, k)
 
 
 def project_features(q, k, d):
-    """The same projections from explicit features, as section 2 begins; each u_d up to its sign."""
+    """Compute the same projections from explicit features, as section 2 begins: (M, d).
+
+    The sign of each u_d is arbitrary.
+    """
     N, phi = len(k), features(k, k)
     phi = phi - phi.mean(0)                                                 # Eq. 4
     lam, u = top_eigh(phi.mT @ phi / N, d)                                  # Eq. 5
@@ -94,13 +99,13 @@ def project_features(q, k, d):
 
 
 def attend_scaled(q, k, v):
-    """Attention with the exact S. I - S is a projection: centring in the coordinates g v."""
+    """Attention with the exact S of App. E.1. I - S is a projection: it centres g v over tokens."""
     S = g(k, k).mT / (len(k) * g(k, k))                                     # App. E.1
     return kernel(q, k) / g(q, k) @ (v - S @ v)                             # Eq. 12
 
 
 def projection_error(q, k, h):
-    """How far phi(q) lies from its projection, if h is one: the mean over queries."""
+    """Return J, the mean squared distance of phi(q) to its projection, if h is the projection."""
     A = kernel(q, k) / g(q, k)
     g_q = kernel(q, k)[:, 0] / A[:, 0]                                      # App. C
     phi2 = kernel(q, q).diagonal() / g_q.square()
@@ -110,7 +115,7 @@ def projection_error(q, k, h):
 # --- the same in logarithms -----------------------------------------------------------------------
 
 def log_kernel(x, y, causal=False):
-    """log k(x_i, y_j), (..., M, N). causal: query i sees k_1 ... k_i only."""
+    """Compute log k(x_i, y_j), (..., M, N). causal: -inf for keys after k_i."""
     t = x @ y.mT / math.sqrt(x.shape[-1])
     if not causal:
         return t
@@ -119,53 +124,53 @@ def log_kernel(x, y, causal=False):
 
 
 def log_g(x, k, causal=False):
-    """log g(x_i), (..., M)."""
+    """Compute log g(x_i), (..., M)."""
     return log_kernel(x, k, causal).logsumexp(-1)
 
 
 def attend(q, k, v, causal=False):
-    """Softmax attention, h (..., M, Dv)."""
+    """Compute softmax attention, h (..., M, Dv)."""
     return log_kernel(q, k, causal).softmax(-1) @ v
 
 
 def log_gram(k):
-    """log of the Gram matrix G_ij = phi(k_i).phi(k_j), (..., N, N)."""
+    """Compute the log of the Gram matrix G_ij = phi(k_i).phi(k_j), (..., N, N)."""
     lg = log_g(k, k)
     return log_kernel(k, k) - lg[..., :, None] - lg[..., None, :]
 
 
 def key_scale(k):
-    """log g(k_j) (..., N), and c (..., 1): e^c makes the largest diagonal entry of G one."""
+    """Return log g(k_j), (..., N), and c, (..., 1): the largest diagonal entry of e^c G is 1."""
     s, lg = log_kernel(k, k), log_g(k, k)
     return lg, (2 * lg - s.diagonal(dim1=-2, dim2=-1)).amin(-1, keepdim=True)
 
 
 class Axes(NamedTuple):
-    """Kernel PCA of the keys of every head; c as in key_scale."""
+    """Kernel PCA of the keys of every head; for c see key_scale."""
     G: torch.Tensor                     # (..., N, N) e^c G~
-    sigma: torch.Tensor                 # (..., N) its eigenvalues, descending: e^c N lambda_d
-    U: torch.Tensor                     # (..., N, N) their orthonormal eigenvectors, in columns
-    rank: torch.Tensor                  # (...) eigenvalues above rounding error: axes in float64
+    sigma: torch.Tensor                 # (..., N) eigenvalues of G, descending: e^c N lambda_d
+    U: torch.Tensor                     # (..., N, N) orthonormal eigenvectors of G, in columns
+    rank: torch.Tensor                  # (...) number of eigenvalues above the rounding error
     c: torch.Tensor                     # (..., 1)
     log_g: torch.Tensor                 # (..., N) log g(k_j)
 
 
 def kernel_pca(k):
-    """Solve the eigenvalue problem of Gram matrices for every head."""
+    """Solve the eigenvalue problem of the centred Gram matrix of every head: keys k to Axes."""
     lg, c = key_scale(k)
     N = k.shape[-2]
     G = centre((log_gram(k) + c[..., None]).exp())
     sigma, U = top_eigh(G, N)
     U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
 
-    # Remark 2 says at most N axes; centring costs one, and with long keys rounding costs more.
+    # Remark 2 says at most N axes. Centring removes one, and for long keys rounding removes more.
     top = sigma[..., :1]
-    resolved = (sigma > N * EPS * top) & (top > N * EPS)
+    resolved = (sigma > N * ROUNDING * top) & (top > N * ROUNDING)
     return Axes(G, sigma, U, resolved.sum(-1).clamp(max=N - 1), c, lg)
 
 
 def coefficients(axes, d):
-    """e^(-c/2) a_d of the first d axes, (..., N, d), |u_d| = 1; zero where no axis is resolved."""
+    """Return e^(-c/2) a_d of the first d axes, (..., N, d), with |u_d| = 1; 0 beyond the rank."""
     sigma = axes.sigma[..., :d]
     keep = torch.arange(sigma.shape[-1], device=sigma.device) < axes.rank[..., None]
     length = torch.where(keep, sigma, torch.inf).rsqrt()
@@ -173,13 +178,13 @@ def coefficients(axes, d):
 
 
 def theoretical_values(axes, d):
-    """The values for which attention is kernel PCA, (..., N, d). Their mean of a_d is zero."""
+    """Return the values for which attention is kernel PCA, (..., N, d). The mean of a_d is 0."""
     a = coefficients(axes, d)
     return (axes.c / 2 - axes.log_g).exp()[..., None] * (a - a.mean(-2, keepdim=True))
 
 
 def kernel_projections(q, k, axes, d):
-    """phi(q_i).u_d by expanding u_d in the keys, without any softmax or value, (..., M, d)."""
+    """Compute phi(q_i).u_d, (..., M, d), from u_d = sum_j a_dj phi~(k_j): no softmax, no values."""
     t = log_kernel(q, k)
     log_w = axes.c / 2 - axes.log_g
     dots = (t - t.logsumexp(-1, keepdim=True) + log_w[..., None, :]).exp()
@@ -187,7 +192,7 @@ def kernel_projections(q, k, axes, d):
 
 
 def log_phi2(q, k, causal=False):
-    """log |phi(q_i)|^2, (..., M)."""
+    """Compute log |phi(q_i)|^2, (..., M)."""
     return q.square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k, causal)
 
 
@@ -196,7 +201,11 @@ def log_mean_exp(t):
 
 
 def projection_loss(log_phi2, h):
-    """J and its terms, each a mean over tokens, (...). Capped at e^700 so that they stay finite."""
+    """Return J and its terms, means over tokens, (...). Terms are capped at e^700 to stay finite.
+
+    log_phi2: (..., M). h: (..., M, Dv). Returns dict(J, phi2, h2, above=share of tokens with h2 >
+    phi2, rel_phi=|J| / phi2, rel_h=|J| / h2).
+    """
     phi2, h2 = log_phi2.clamp(max=700).exp(), h.square().sum(-1)            # (..., M)
     m_phi, m_h = phi2.mean(-1), h2.mean(-1)
     ratio = (m_h.log() - log_mean_exp(log_phi2)).clamp(-700, 700).exp()
@@ -205,38 +214,41 @@ def projection_loss(log_phi2, h):
 
 
 def a_hat(v, log_g, scaled=False):
-    """The a with v = (a - mean(a)) / g, up to a factor, (..., N, Dv): 2.2.2. scaled: v = a / g.
+    """Return the a with v = (a - mean(a)) / g, up to a factor, (..., N, Dv): section 2.2.2.
 
-    The first exists only if sum_j g_j v_j = 0: I - 1_N is singular. Its pseudo-inverse is itself.
+    It exists only if sum_j g_j v_j = 0, because I - 1_N is singular; its pseudo-inverse is I - 1_N
+    itself. scaled: the a with v = a / g instead.
     """
     a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # g v
     return a if scaled else a - a.mean(-2, keepdim=True)
 
 
 def basis(W):
-    """Orthonormal basis of the column space, W's shape; columns beyond the rank are zero."""
+    """Return an orthonormal basis of the columns of W, in W's shape; 0 beyond the rank."""
     Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
     U, size, _ = torch.linalg.svd(r, full_matrices=False)
     return Q @ (U * (size > 1e-12 * size[..., :1])[..., None, :])
 
 
 def ritz(axes, a):
-    """The basis of a's column space in which G~ is diagonal, (..., N, Dv), largest entry first.
+    """Return the basis of the columns of a in which G~ is diagonal, (..., N, Dv), largest first.
 
-    If the space is spanned by eigenvectors these are they, whatever basis a is: what eigen_cosine
-    says of them does not change with v -> v R. Those that float64 cannot resolve are zero.
+    If eigenvectors span these columns, the result is the eigenvectors, for every basis a. So
+    eigen_cosine of the result does not change with v -> v R. Columns that float64 cannot resolve
+    are 0.
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
-    return Q @ turn * (rho > a.shape[-2] * EPS * axes.sigma[..., :1])[..., None, :]
+    return Q @ turn * (rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1])[..., None, :]
 
 
 def eigen_cosine(axes, a):
-    """Is G~ a = lambda N a? Per column of a, (..., Dv): e^c times rho and wstd, and two ratios.
+    """Measure how close each column of a is to an eigenvector, G~ a = lambda N a.
 
-    rho: Rayleigh quotient. eig_cos: cosine of a and G~ a, 1 for eigenvectors only; nan for zero.
-    wstd: standard deviation of gamma = G~ a / (N a) under weights a^2: no division by a. lambda:
-    rho / N, so that the ratio has no e^c.
+    Returns a dict of (..., Dv). rho: e^c times the Rayleigh quotient. eig_cos: the cosine between a
+    and G~ a, which is 1 for eigenvectors only, and NaN for a = 0. wstd: e^c times the standard
+    deviation of gamma = G~ a / (N a) with weights a^2, computed without a division by a.
+    wstd/lambda: lambda = rho / N, so this ratio does not contain e^c.
     """
     N, Ga, length = a.shape[-2], axes.G @ a, a.norm(dim=-2)
     rho = (a * Ga).sum(-2) / length.square()
@@ -246,9 +258,10 @@ def eigen_cosine(axes, a):
 
 
 def exact_scaling(k, v):
-    """S v of attend_scaled for k, v (..., N, D), float64: (1/g_j) mean_j'(g_j' v_j'), not causal.
+    """Return S v of attend_scaled for k, v (..., N, D), float64: (1/g_j) mean_j'(g_j' v_j').
 
-    g spans e^31 for keys of standard deviation 2 (N 197, D 64): not for training.
+    Not for training: for keys with standard deviation 2 (N 197, D 64), g spans a factor of e^31.
+    Not causal.
     """
     k, v = k.double(), v.double()
     lg = log_g(k, k)[..., None]                                             # (..., N, 1)
@@ -260,11 +273,12 @@ def exact_scaling(k, v):
 # --- robust PCA (App. D) --------------------------------------------------------------------------
 
 def pcp(M, tol=1e-7, max_iter=1000):
-    """Principal component pursuit, min ||L||_* + lambd ||S||_1 with L + S = M: what PAP imitates.
+    """Principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
 
-    M: (N, D). Stops at ||M - L - S||_F <= tol ||M||_F or after max_iter steps. Returns (L, S), each
-    (N, D) float64. ADMM as in Candes et al. 2011, with their lambd and mu, L first. Algorithm 2
-    prints threshold mu for 1/mu and -Y/mu for +Y/mu in line 4: that form diverges.
+    M: (N, D). Returns (L, S), each (N, D) float64. Stops at ||M - L - S||_F <= tol ||M||_F or after
+    max_iter steps. This is ADMM as in Candes et al. 2011, with their lambd and mu, and L first. In
+    line 4, Algorithm 2 prints the threshold mu for 1/mu and -Y/mu for +Y/mu; as printed, it
+    diverges.
     """
     M = M.double()
     N, D = M.shape
@@ -284,14 +298,15 @@ def pcp(M, tol=1e-7, max_iter=1000):
 # --- python kpca.py -------------------------------------------------------------------------------
 
 def by_hand(text):
-    """The numbers in a text such as "2/27 0.5", as a float64 tensor."""
+    """Read the numbers in a text such as "2/27 0.5": a float64 tensor."""
     return torch.tensor([float(Fraction(number)) for number in text.split()], dtype=torch.float64)
 
 
 def hand_example():
-    """Four keys on the axes of a plane: yields (what, the numbers by hand, computed).
+    """Yield (name, numbers by hand, numbers computed) for four keys on the axes of a plane.
 
-    Keys a(1,0), a(0,1), a(-1,0), a(0,-1), a^2 = sqrt(2) ln 2: every kernel value is a power of 2.
+    The keys are a(1,0), a(0,1), a(-1,0), a(0,-1). With a^2 = sqrt(2) ln 2, every kernel value is a
+    power of 2.
     """
     a = math.sqrt(math.sqrt(2) * math.log(2))
     k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
@@ -312,12 +327,12 @@ def hand_example():
     yield "  by kernel expansion (Eq. 8)", "0.1848 0.06 0", expanded.square().sum(-1)
     yield "J, projection error (Eq. 13)", "0.1291", projection_error(q, k, h)
 
-    # The value (1, 0, 0, 0) is not made from eigenvectors.
+    # The value (1, 0, 0, 0) does not come from eigenvectors.
     v = torch.tensor([[1], [0], [0], [0]], dtype=torch.float64)
     a = a_hat(v, axes.log_g)
     gammas = (G @ a / (4 * a))[:, 0]
     yield "a for v = (1,0,0,0), times 4.5", "27/8 -9/8 -9/8 -9/8", 4.5 * a[:, 0]
-    yield "  G~ a: no multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ a)[:, 0]
+    yield "  G~ a: not a multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ a)[:, 0]
     yield "  gamma = G~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
     yield "  mean |gamma_i - gamma_j|: 'almost 0'", "10/729", torch.pdist(gammas[:, None]).mean()
     yield "  but lambda_1 itself is", "1/54", sigma[0] / 4
@@ -325,8 +340,8 @@ def hand_example():
 
 
 def hand():
-    """Print the worked example: each number beside the one worked out by hand."""
-    print("Four keys on the axes of a plane, every number also by hand: equal to 1e-12\n")
+    """Print the worked example: each number by hand and computed."""
+    print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
     print(f"  {'':42s}{'by hand':29s}computed")
     for what, text, computed in hand_example():
         computed = computed.reshape(-1).round(decimals=14) + 0.0            # 1e-17 is 0
@@ -336,7 +351,7 @@ def hand():
 
 
 def difference(h, other):
-    """Largest difference of |h| over the largest |h|; the sign of an axis is arbitrary."""
+    """Return the largest difference of |h| over the largest |h|; signs of axes are arbitrary."""
     return f"{((h.abs() - other.abs()).abs().max() / h.abs().max()).item():.1e}"
 
 
@@ -345,8 +360,8 @@ def main():
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)
     projections, h = theorem_1(q, k, 16)
-    print("Theorem 1 on 65 random keys, 16 axes: largest difference over largest |h|, all of it\n"
-          "rounding error of float64 (below 1e-11 also where keys are long)\n")
+    print("Theorem 1 on 65 random keys, 16 axes: largest difference divided by largest |h|.\n"
+          "All differences are rounding errors of float64, below 1e-11 for long keys, too.\n")
     print("  attention and projections, as printed  ", difference(h, projections))
     print("  attention and explicit features        ", difference(h, project_features(q, k, 16)))
     for size in (1, 5, 25):
@@ -354,7 +369,7 @@ def main():
         h = attend(size * q, size * k, theoretical_values(axes, 16))
         projections = kernel_projections(size * q, size * k, axes, 16)
         print(f"  in logarithms, q and k times {size:<11}", difference(h, projections))
-    print("\nAre trained values like these?  "
+    print("\nTo compare trained values with these:  "
           "python -m studies.kernel_pca --ckpt out/FOLDER")
 
 

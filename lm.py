@@ -1,16 +1,16 @@
-"""Language model with any causal attention of attention.py: the paper's, for WikiText-103.
+"""The paper's language model for WikiText-103, with any causal attention of attention.py.
 
-Paper: section 4.2, Table 3 and App. A.4 of Teo & Nguyen 2024. Architecture and output layer of
-`IDSIA/lmtool-fwp` (src/mem_transformer.py, src/utils/proj_adaptive_softmax.py), the code base the
-paper names; symmetric attention as in `rachtsy/KPCA-S:lm/src_attack/mem_transformer.py`. Its RPC
-language model is not released: here it is that model with RPC-Attention in `rpc_layers`, masked in
-every step.
+Paper: section 4.2, Table 3 and App. A.4 of Teo & Nguyen 2024. Architecture and output layer follow
+`IDSIA/lmtool-fwp` (src/mem_transformer.py, src/utils/proj_adaptive_softmax.py), the code base that
+the paper names. Symmetric attention follows `rachtsy/KPCA-S:lm/src_attack/mem_transformer.py`. The
+RPC language model is not released; here it is the symmetric model with RPC-Attention in
+`rpc_layers`, with a causal mask in every step of PAP.
 
-    model = LM(LMConfig(267735, **SIZES["paper"], attn="rpc", cutoffs=(20000, 40000, 200000)))
+    model = LM(LMConfig(267735, **LM_SIZES["paper"], attn="rpc", cutoffs=(20000, 40000, 200000)))
     nats = model(tokens, targets)        # two (B, T) int64 -> (B, T); perplexity: nats.mean().exp()
 
-B batch, T tokens in the window, C model width, H heads, V vocabulary size. Ids must be sorted by
-falling frequency in the training text if `cutoffs` are used.
+B batch, T tokens in the window, C model width, H heads, V vocabulary size. With `cutoffs`, token
+ids must be sorted by falling frequency in the training text.
 """
 
 import math
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
 from common import InputError, one_of, rebuild
 
-SIZES = {
-    # minutes on a CPU
+LM_SIZES = {
+    # trains in minutes on a CPU
     "mini": dict(context=64, embed_dim=64, depth=4, num_heads=8, mlp_dim=256),
     # 44,018,394 parameters
     "paper": dict(context=256, embed_dim=128, depth=16, num_heads=8, mlp_dim=2048),
@@ -36,19 +36,23 @@ SIZES = {
 
 @dataclass
 class LMConfig:
-    """What rebuilds the model: RPC and symmetric share a state dict, only this tells which."""
+    """Settings that rebuild an LM. The weights alone do not tell RPC and symmetric attention apart.
+
+    InputError if the settings do not fit together.
+    """
     vocab_size: int                   # V
     context: int = 256                # T, tokens; the longest window
     embed_dim: int = 128              # C
     depth: int = 16
     num_heads: int = 8                # H
     mlp_dim: int = 2048
-    attn: str = "softmax"             # of attention.ATTENTIONS or LAYER_PATTERNS; can be causal
-    rpc_layers: tuple = (0, 1, 2, 3)  # with RPC-Attention, from 0; the others are symmetric
-    pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS, and mu_over: mean|k| of
-                                      # tokens "seen" (<= t), of "token" t alone; "all": it leaks
+    attn: str = "softmax"             # a name in attention.ATTENTIONS or LAYER_PATTERNS
+    rpc_layers: tuple = (0, 1, 2, 3)  # layers with RPC-Attention, counted from 0
+    pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS and mu_over, the tokens in
+                                      # mean|k|: "seen" (0 to t), "token" (t), or "all", which
+                                      # reads the future
     dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
-    cutoffs: tuple = ()               # (): full softmax; the paper: (20000, 40000, 200000)
+    cutoffs: tuple = ()               # (): full softmax; in the paper (20000, 40000, 200000)
 
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
@@ -63,7 +67,7 @@ class LMConfig:
                              f"{self.vocab_size - 1}")
 
     @property
-    def reads_the_future(self):       # a mu over all tokens
+    def reads_the_future(self):       # mu is a mean over all tokens
         return self.pap["mu_over"] == "all" and bool(self.rpc_layers)
 
     @property
@@ -74,16 +78,16 @@ class LMConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
-    """Position codes [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p: T-1 down to 0."""
+    """Return position codes [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p = T-1 ... 0."""
     p = torch.arange(context - 1, -1, -1.0)[:, None]
     f = 10000 ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat([(p * f).sin(), (p * f).cos()], 1)
 
 
 class Block(nn.Module):
-    """Transformer block, (B, T, C) in and out; **attn: of attention.SelfAttention.
+    """Post-norm transformer block, (B, T, C) in and out, as in the paper: LN(x + f(x)).
 
-    Post-norm, as the paper's: each norm is over the sum, LN(x + f(x)).
+    attn: keywords of attention.SelfAttention.
     """
 
     def __init__(self, dim, num_heads, mlp_dim, dropout, **attn):
@@ -111,7 +115,7 @@ class LM(nn.Module):
         self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
         self.drop = nn.Dropout(c.dropout)
 
-        # causal: a token attends to itself and those before it alone, in every step of PAP.
+        # causal=True: a token attends to itself and earlier tokens only, in every step of PAP.
         inside, outside = LAYER_PATTERNS.get(c.attn, (None, c.attn))
         self.blocks = nn.ModuleList(
             Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout,
@@ -122,7 +126,10 @@ class LM(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Draw weights from N(0, 0.02), those of norms from N(1, 0.02); an attention's own stay."""
+        """Draw weights from N(0, 0.02), norm weights from N(1, 0.02); set biases to 0.
+
+        Parameters that an attention defines keep their values.
+        """
         for m in self.modules():
             if isinstance(m, AdaptiveSoftmax):
                 nn.init.normal_(m.cluster_weight, 0.0, 0.02)
@@ -141,7 +148,7 @@ class LM(nn.Module):
         return self.drop(x)
 
     def forward(self, tokens, targets):
-        """Compute -log p(target | tokens up to there): (B, T), (B, T) int64 -> (B, T) nats."""
+        """Compute -log p(target | tokens up to its place): (B, T), (B, T) int64 -> (B, T) nats."""
         return self.nll(self.hidden(tokens), targets)
 
     def nll(self, hidden, targets):
@@ -162,13 +169,14 @@ class LM(nn.Module):
     def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
         """Sample num_tokens more words: (B, T) int64 -> (B, T + num_tokens); call in eval mode.
 
-        temperature > 0 divides the log-probabilities. generator: on tokens' device. The model sees
-        the last `context` tokens, computed anew for each word: positions count from the end.
+        temperature > 0 divides the log-probabilities. generator: on the device of tokens. For each
+        word the model runs on the last `context` tokens again, because positions count from the
+        end.
         """
         c = self.config
         if c.reads_the_future:
-            raise InputError("mu_over='all': each new token would change all states before it; "
-                             "expected a model with mu_over='seen' or 'token'")
+            raise InputError("mu_over='all' lets the model read the future, so it cannot write a "
+                             "text; expected a model with mu_over='seen' or 'token'")
         for _ in range(num_tokens):
             hidden = self.hidden(tokens[:, -c.context:])[:, -1]
             scores = self.log_probs(hidden) / temperature                # (B, V)
@@ -184,11 +192,12 @@ def lm_from_checkpoint(checkpoint):
 
 @torch.no_grad()
 def reads_the_future(model):
-    """Tell whether what a language model computes for a word depends on later words.
+    """Return whether the hidden state of a word depends on later words.
 
-    Two texts that differ from the middle of the window on, in every word, have the same hidden
-    states before it, but for float noise. Any attention that is not masked shows; a mean |K| over
-    all words does where a key exceeds the threshold, as in training, not at the start.
+    Runs the model on two texts that agree in the first half and differ in every word of the second.
+    Without a leak, the hidden states of the first half are equal up to rounding. This finds every
+    attention without a causal mask. It finds a mean |K| over all words only if a key exceeds the
+    threshold, as after some training.
     """
     c, training = model.config, model.training
     half, words = c.context // 2, torch.Generator().manual_seed(0)
@@ -204,12 +213,12 @@ def reads_the_future(model):
 # --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
 
 class AdaptiveSoftmax(nn.Module):
-    """Output layer whose rare words lie in clusters (Grave et al. 2017), all of one width, C.
+    """Output layer with clusters of rare words (Grave et al. 2017), all of width C.
 
-    The head gives logits to the words below the first cutoff and to each cluster as a whole; log p
-    of a rare word = log p of its cluster in the head + log p of the word within the cluster. So
-    most tokens cost a softmax over 20,000 words instead of 267,735. Cluster i has the i-th logit
-    from the end, as in lmtool. weight (V, C), bias (V,): of all words, the embedding's here.
+    The head has one logit per word below the first cutoff and one per cluster. The log p of a rare
+    word is the log p of its cluster plus the log p of the word within the cluster. So most tokens
+    cost a softmax over 20,000 words instead of 267,735. Cluster i has the i-th logit from the end,
+    as in lmtool. weight (V, C) and bias (V,) belong to all words; the weight is the embedding.
     """
 
     def __init__(self, cutoffs, dim):
@@ -219,7 +228,7 @@ class AdaptiveSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs)))
 
     def layers(self, weight, bias):
-        """List (weight, bias) of the head, with one more row a cluster, and of each cluster."""
+        """Return (weight, bias) of the head, with one more row per cluster, and of each cluster."""
         sizes = [high - low for low, high in pairwise((0, *self.cutoffs, len(weight)))]
         (W, *weights), (b, *biases) = weight.split(sizes), bias.split(sizes)
         W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
@@ -228,14 +237,14 @@ class AdaptiveSoftmax(nn.Module):
     def nll(self, hidden, targets, weight, bias):
         """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
 
-        Shapes within depend on the targets: do not compile it.
+        Do not compile this function: shapes inside depend on the targets.
         """
         h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
         (W, b), *tails = self.layers(weight, bias)
         nll = chunked_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
         sizes = torch.stack([(cluster == i).sum() for i in range(1 + len(tails))]).tolist()
-        _, *rows = cluster.argsort(stable=True).split(sizes)            # ^ waits for the GPU: once
+        _, *rows = cluster.argsort(stable=True).split(sizes)            # ^ waits for the GPU
         for low, (W, b), r in zip(self.cutoffs, tails, rows):
             tail = chunked_nll(h.index_select(0, r), W, b, t[r] - low)
             nll = nll.index_add(0, r, tail)
@@ -249,17 +258,17 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
 
 
-CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits at a time: a CPU's cache; 128 MiB on a GPU
-MIN_ROWS = 64                             # at least: each chunk adds to all of W's gradient
+CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: a CPU's cache; 128 MiB on a GPU
+MIN_ROWS = 64                             # per chunk: each chunk adds to the gradient of W
 
 
 def chunked_nll(h, W, b, t):
-    """Compute the cross-entropy of h W^T + b, (N, C) x (V, C), and t, (N,): (N,), N may be 0.
+    """Compute the cross-entropy (N,) of logits h W^T + b and targets t (N,); h (N, C), W (V, C).
 
-    Never materialises (N, V) logits, 26 GB for one batch of the paper: they are made in chunks of
-    rows, and again in the backward pass.
+    Never stores all (N, V) logits, 26 GB for one batch of the paper: chunks of rows are computed
+    one by one, and again in the backward pass. N may be 0.
     """
-    def nll(h, t):      # autocast casts W in each chunk, or W's gradient would be a sum in bf16
+    def nll(h, t):      # autocast casts W here, so that its gradient is summed in float32
         return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")
 
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)
@@ -268,5 +277,5 @@ def chunked_nll(h, W, b, t):
 
 
 def wide(x):
-    """Make bf16 and float16 float32; float64 stays."""
+    """Convert bf16 and float16 to float32; keep float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

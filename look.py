@@ -5,11 +5,11 @@
     python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-A classifier and one image: prints the likeliest classes and draws look.png. In a rendered scene, six
-patches are replaced by noise, because S should mark corrupted patches; blue frames show them. The
-upper row shows where the class token attends in each layer, as a mean over heads. The percentage is
-the share of its attention that goes to the patches; the rest stays on the class token itself. Each
-layer with RPC-Attention has one more row: the size of S per patch after each step.
+A classifier and one image: prints the likeliest classes and draws look.png. In a rendered scene,
+six patches are replaced by noise, because S should mark corrupted patches; blue frames show them.
+The upper row shows where the class token attends in each layer, as a mean over heads. The
+percentage is the share of its attention that goes to the patches; the rest stays on the class token
+itself. Each layer with RPC-Attention has one more row: the size of S per patch after each step.
 
 A classifier and a folder of images: writes a table with file, likeliest class and its probability.
 A Segmenter and one image: draws the classes over the image. Layers are counted from 0.
@@ -44,9 +44,9 @@ def get_args():
     """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", default="weights/shapes_rpc.pt",
-                   help="checkpoint of train_cls.py or train_seg.py: a file, or the folder of a run "
-                   "(its best.pt if there is one, else last.pt; default: %(default)s)")
+    p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="checkpoint of train_cls.py or "
+                   "train_seg.py: a file, or the folder of a run, which means its best.pt if there "
+                   "is one, else its last.pt (default: %(default)s)")
     p.add_argument("--image", help="JPEG, PNG or WebP file, or a folder of them (default: a "
                    "rendered scene)")
     p.add_argument("--scene", type=common.number(int, 0), default=35,
@@ -75,7 +75,7 @@ def draw_map(x, largest):
 
 
 def draw_sheet(rows, notes, hit):
-    """Draw rows of (title, picture) pairs with lines of text below; frame the patches in hit (P,)."""
+    """Draw rows of (title, picture) pairs and lines of text below; frame the patches hit (P,)."""
     wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
     size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
     page = Image.new("RGB", size, "white")
@@ -240,7 +240,7 @@ def main():
                    segmenter_from_checkpoint)
         model = rebuild(checkpoint).requires_grad_(False)
 
-    # A folder gets a table, an image a picture.
+    # Write a table for a folder, or a picture for an image.
     out = args.out or ("look.csv" if folder else "look.png")
     if folder:
         rows = classify_folder(model, classes, args.image)

@@ -1,8 +1,8 @@
-"""Segmenter: a ViT encoder with any attention of attention.py, a decoder that labels every pixel.
+"""Segmenter: a ViT encoder with any attention of attention.py, and a decoder that labels pixels.
 
-Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Model: Strudel et al. 2021,
-`rstrudel/segmenter`, whose parameter names are kept; its fork `rachtsy/segm` by the paper's authors
-settles what the text leaves open.
+Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Model and parameter names:
+Strudel et al. 2021, `rstrudel/segmenter`. Details that the paper does not mention follow
+`rachtsy/segm`, the fork by the paper's authors.
 
     model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", pap=dict(n_iter=6)))
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
@@ -11,11 +11,12 @@ settles what the text leaves open.
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                RPC in block 0, the  decoder_attn: as the fork if
-                                                  others symmetric     attn="rpc", else as encoder
-    eps of LayerNorm       1e-5                   1e-5                 1e-5 (the classifiers': 1e-6)
+    decoder attention      softmax                RPC in block 0,      decoder_attn: as the fork if
+                                                  then symmetric       attn="rpc", else as encoder
+    eps of LayerNorm       1e-5                   1e-5                 1e-5 (in classifiers 1e-6)
     classifier head        kept, unused           kept, unused         left out
-    stride of evaluation   window; alone: - 32    window               an argument
+    stride of evaluation   window; the script     window               an argument
+                           miou.py: window - 32
     windows of one image   batched view by view   the same             batched over all views
 """
 
@@ -37,30 +38,34 @@ from vit import Block, Mlp, ViT, ViTConfig, architecture, resize_pos_embed
 
 @dataclass
 class SegmenterConfig:
-    """What rebuilds the model; the names of ViTConfig mean the same here."""
+    """Settings that rebuild a Segmenter. Fields of ViTConfig have the same meaning here.
+
+    InputError if the settings do not fit together.
+    """
     num_classes: int                  # K
-    image_size: int = 512             # side of the training crop: its grid has position embeddings
+    image_size: int = 512             # pixels per side of the training crop; there is one position
+                                      # embedding per patch of this crop
     patch_size: int = 16
     embed_dim: int = 192
     depth: int = 12
     num_heads: int = 3
     mlp_ratio: float = 4.0
     attn: str = "softmax"
-    rpc_layers: tuple = (0,)          # of the encoder
-    pap: dict = field(default_factory=dict)     # of encoder and decoder
-    drop_path: float = 0.1            # of the encoder's last block, linear from 0
-    eps: float = 1e-5                 # of every LayerNorm
-    decoder_attn: str = ""            # softmax, symmetric; rpc: in block 0, with pap as above,
-                                      # symmetric after it; "": rpc if attn is, else the
-                                      # kind of the encoder's plain layers
+    rpc_layers: tuple = (0,)          # layers of the encoder with RPC-Attention
+    pap: dict = field(default_factory=dict)     # settings of PAP in encoder and decoder
+    drop_path: float = 0.1            # rate of the encoder's last block, linear from 0
+    eps: float = 1e-5                 # epsilon of every LayerNorm
+    decoder_attn: str = ""            # "softmax", "symmetric", or "rpc": RPC in block 0, then
+                                      # symmetric. "": "rpc" if attn is "rpc", otherwise as in the
+                                      # encoder's layers without RPC
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
-    mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # mmsegmentation's, of ImageNet
+    mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # of ImageNet, as in mmsegmentation
     std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
 
     def __post_init__(self):
-        encoder = self.encoder                                      # a ViTConfig, which checks
+        encoder = self.encoder                          # a ViTConfig, which checks the settings
         self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
         self.mean, self.std = encoder.mean, encoder.std
         plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
@@ -74,11 +79,11 @@ class SegmenterConfig:
                              f"{IGNORE} is ignored")
 
     def decoder_kind(self, i):
-        """Name the kind of attention in decoder block i: PAP, if at all, in block 0 alone."""
+        """Return the name of the attention in decoder block i. Only block 0 can run PAP."""
         return "symmetric" if self.decoder_attn == "rpc" and i > 0 else self.decoder_attn
 
     @property
-    def encoder(self):                # the ViT without its head
+    def encoder(self):                # a ViT without a head
         own = {f.name: getattr(self, f.name) for f in fields(ViTConfig) if hasattr(self, f.name)}
         return ViTConfig(**{**own, "num_classes": 0})
 
@@ -86,10 +91,10 @@ class SegmenterConfig:
 # --- the model -----------------------------------------------------------------------------------
 
 class MaskDecoder(nn.Module):
-    """Mask transformer: patch tokens (B, n, C) to a score of each class, (B, n, K).
+    """Mask transformer: patch tokens (B, n, C) to one score per class, (B, n, K).
 
-    One learned token a class joins the patches for some blocks; then the score of a class at a
-    patch is the cosine of their tokens, normed over the K classes.
+    One learned token per class joins the patch tokens for some blocks. The score of a class at a
+    patch is the cosine between their tokens, with a LayerNorm over the K classes.
     """
 
     def __init__(self, config):
@@ -132,20 +137,20 @@ class Segmenter(nn.Module):
                 nn.init.zeros_(m.bias)
 
     def masks(self, images):
-        """Return the logits of patches, (B, K, ceil(h/P), ceil(w/P)), float32 at least."""
+        """Return one logit per class and patch, (B, K, ceil(h/P), ceil(w/P)), float32 or wider."""
         if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
                              f"[0, 1] of shape (B, 3, h, w)")
         P, encoder = self.config.patch_size, self.encoder
         x = (images - encoder.mean) / encoder.std
-        x = F.pad(x, (0, -x.shape[3] % P, 0, -x.shape[2] % P))      # zeros, the mean colour
+        x = F.pad(x, (0, -x.shape[3] % P, 0, -x.shape[2] % P))      # 0 is the mean colour
         grid, own = (x.shape[2] // P, x.shape[3] // P), self.config.image_size // P
         pos_embed = encoder.pos_embed
         if grid != (own, own):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
-        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: a cheaper loss
+        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: a faster loss
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def forward(self, images):
@@ -157,10 +162,10 @@ class Segmenter(nn.Module):
 # --- inference: views, sliding windows -----------------------------------------------------------
 
 def view(image, size, scale, window):
-    """Scale an image (3, h, w), uint8 or float in [0, 1]; returns float in [0, 1].
+    """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    First into the box (4 size, size) * scale, long and short side; if the short side is then below
-    the window, enlarged until it is the window's.
+    The result is the largest image that fits a box with sides scale * 4 size and scale * size. If
+    its short side is smaller than the window, the short side is enlarged to the window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
@@ -170,8 +175,8 @@ def view(image, size, scale, window):
     return resize(x, (window, int(w / h * window)) if h < w else (int(h / w * window), window))
 
 
-def sliding_windows(height, width, window, stride):
-    """List (top, left) of every window, row by row; the last of each row ends at the border."""
+def window_corners(height, width, window, stride):
+    """Return (top, left) of each window, row by row; the last of a row ends at the border."""
     def starts(side):
         if not 1 <= stride <= window <= side:
             raise InputError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
@@ -182,7 +187,7 @@ def sliding_windows(height, width, window, stride):
 
 @torch.no_grad()
 def view_logits(model, views, *, window, stride, batch_size=8):
-    """Return the logits (K, h, w) of each view: at a pixel, the mean over the windows that cover it.
+    """Return the logits (K, h, w) of each view, averaged over the windows that cover a pixel.
 
     views: list of (image (3, h, w) float in [0, 1], flipped: bool), on the model's device. The
     windows of all views go through the model together, batch_size at a time.
@@ -191,7 +196,7 @@ def view_logits(model, views, *, window, stride, batch_size=8):
         raise InputError(f"window {window} is not a multiple of the patch size "
                          f"{model.config.patch_size}")
     places = [(x, slice(top, top + window), slice(left, left + window))
-              for x, _ in views for top, left in sliding_windows(*x.shape[1:], window, stride)]
+              for x, _ in views for top, left in window_corners(*x.shape[1:], window, stride)]
     crops = [x[:, rows, columns] for x, rows, columns in places]
     masks = torch.cat([model.masks(torch.stack(crops[i:i + batch_size]))
                        for i in range(0, len(crops), batch_size)])
@@ -241,7 +246,7 @@ def predict(model, image, *, window, stride, batch_size=8, **how):
                          batch_size=batch_size)
 
 
-CHUNK = 2 ** 24                         # logits at the image's size in memory at a time: 64 MB
+MAX_LOGITS = 2 ** 24                         # logits at the image's size in memory at a time: 64 MB
 
 
 @torch.no_grad()
@@ -252,7 +257,7 @@ def predict_classes(model, image, *, window, stride, batch_size=8, **how):
     """
     views, shape = image_views(model, image, window=window, **how), image.shape[1:]
     maps = view_logits(model, views, window=window, stride=stride, batch_size=batch_size)
-    parts = torch.arange(len(maps[0])).split(max(1, CHUNK // shape.numel()))
+    parts = torch.arange(len(maps[0])).split(max(1, MAX_LOGITS // shape.numel()))
 
     def logits(i, part):
         return to_image(maps[i][part[0]:part[-1] + 1], views[i][1], shape)
@@ -273,12 +278,13 @@ def predict_classes(model, image, *, window, stride, batch_size=8, **how):
     return classes
 
 
-# --- scores over a data set: pixel accuracy, mean accuracy, mean IoU -----------------------------
+# --- scores on a data set: pixel accuracy, mean accuracy, mean IoU -------------------------------
 
 def confusion(prediction, truth, num_classes):
-    """Counts (K, K) int64, rows truth, columns prediction, of pixels whose truth is not 255.
+    """Count pixels per true class (row) and predicted class (column): (K, K) int64.
 
-    prediction, truth: class indices of one shape, any integer type. Sum the counts over images.
+    prediction, truth: class indices of the same shape, any integer type. Pixels with truth 255 do
+    not count. Add the counts of several images.
     """
     keep = truth != IGNORE
     t, p = truth[keep].long(), prediction[keep].long()
@@ -286,11 +292,12 @@ def confusion(prediction, truth, num_classes):
 
 
 def scores(confusion):
-    """Pixel accuracy, mean class accuracy, mean IoU, in per cent, of a whole data set's confusion.
+    """Compute the scores of a data set, in per cent, from its confusion (K, K).
 
-    A class absent from the truth has no accuracy; one absent from truth and predictions no IoU:
-    NaN, left out of the means. Returns a dict; `accuracy` and `iou` are lists per class, `classes`
-    and `classes_in_truth` how many entered mean_iou and mean_accuracy.
+    Returns dict(pixel_accuracy, mean_accuracy, mean_iou, accuracy=[one per class], iou=[one per
+    class], classes=the number in mean_iou, classes_in_truth=the number in mean_accuracy). A class
+    that is absent from the truth has accuracy NaN, and a class that is absent from truth and
+    predictions has IoU NaN; the means leave NaN out.
     """
     m = confusion.cpu().double()                          # mps has no float64
     right, truth, predicted = m.diagonal(), m.sum(1), m.sum(0)
@@ -304,10 +311,10 @@ def scores(confusion):
 
 @torch.no_grad()
 def predictions(model, source, index, *, change=None, amp=False, num_workers=0, **how):
-    """Yields (image, label, prediction), uint8 on the model's device, of source[i] for i of index.
+    """Yield (image (3, H, W), label (H, W), prediction (H, W)), uint8, of source[i] for i in index.
 
-    The image (3, H, W) as it was changed, label and prediction (H, W). how: arguments of predict;
-    the rest: see evaluate.
+    The image is the changed one. All are on the model's device. how: arguments of predict. See
+    evaluate for the rest.
     """
     device = next(model.parameters()).device
     loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
@@ -322,16 +329,19 @@ def predictions(model, source, index, *, change=None, amp=False, num_workers=0, 
 
 def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, change=None,
              index=None, amp=False, num_workers=0, rank=0, world=1, progress=None):
-    """Scores of a Segmenter over a data set: (dict for a JSON file, confusion (K, K) int64).
+    """Evaluate a Segmenter on a data set: (dict for a JSON file, confusion (K, K) int64).
 
-    source: source[i] -> image (3, H, W), label (H, W), uint8, classes from 0, 255 ignored.
-    size: pixels of the short side at scale 1; window, stride: pixels; scales, flip: see predict.
-    change(images (1, 3, H, W) uint8 on the model's device, [i]) -> the same shape and type, applied
-    before resizing; i: the image's number in the source. index: list of those to use; None: all.
-    amp: bf16. num_workers: decoding processes. rank, world: processes share the images, each
-    returns the scores of all of them. progress: text for a progress bar; None: no bar.
-    The dict: `scores`, rounded to 4 decimals, None where a class has no value, and `images`. The
-    model ends in the mode it came in. Raises InputError if there is no labelled pixel.
+    source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
+    0, and 255 is ignored. size: the short side at scale 1, in pixels. window, stride: in pixels.
+    scales, flip: see predict.
+    change: a function of images (1, 3, H, W) uint8 on the model's device and of [i], the number of
+    the image in source; it returns changed images of the same shape and type, before resizing.
+    index: list of the images to use (default: all). amp: compute in bf16. num_workers: decoding
+    processes. rank, world: the processes share the images, and each returns the scores of all.
+    progress: text for a progress bar (default: no bar).
+
+    The dict contains the result of `scores`, rounded to 4 decimals, with None instead of NaN, and
+    `images`, their number. The model's mode stays as it was. InputError if no pixel has a label.
     """
     index = list(range(len(source))) if index is None else list(index)
     K, training = model.config.num_classes, model.training
@@ -351,7 +361,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
 
 
 def plain(metrics):
-    """Metrics for a JSON file: rounded, None where a class has no value."""
+    """Prepare metrics for a JSON file: round to 4 decimals, replace NaN by None."""
     def number(x):
         return None if math.isnan(x) else round(x, 4)
     return {name: [number(x) for x in value] if isinstance(value, list) else number(value)
@@ -366,12 +376,13 @@ def segmenter_from_checkpoint(checkpoint):
 
 
 def backbone_settings(checkpoint):
-    """Return the keywords of SegmenterConfig that a classifier's checkpoint gives its encoder."""
+    """Return the keywords of SegmenterConfig for an encoder with a classifier's weights."""
     if "task" not in checkpoint:
         from checkpoints import foreign_settings
         return foreign_settings(checkpoint)
     if checkpoint["task"] != "classification" or architecture(checkpoint) != "vit":
-        raise InputError("not a ViT of train_cls.py")
+        raise InputError("not a ViT: expected a checkpoint of train_cls.py with a ViT, or a ViT of "
+                         "DeiT or timm")
     config = stored_config(checkpoint, ViTConfig)
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in LAYER_PATTERNS:

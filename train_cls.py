@@ -283,7 +283,7 @@ def main():
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
-        from fan import FAN as Model, SIZES as FAN_SIZES, FANConfig as Config
+        from fan import FAN as Model, FAN_SIZES, FANConfig as Config
         size = FAN_SIZES[args.model]
     init = args.init or ("default" if Model is ViT else "trunc_normal")     # as their codes do
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,

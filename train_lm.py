@@ -41,7 +41,7 @@ from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
                        stored_vocabulary, text_folder)
-from lm import LM, SIZES, LMConfig, lm_from_checkpoint, reads_the_future
+from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
@@ -73,7 +73,7 @@ def get_args():
          "wiki.test.tokens in this folder")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=SIZES, help="choose width, depth, heads and context")
+    flag("--model", choices=LM_SIZES, help="choose width, depth, heads and context")
     flag("--context", type=COUNT, help="read this many tokens per window (default: the model's)")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"], default="rpc",
@@ -125,7 +125,7 @@ def get_args():
     if not args.sample:
         name = "text" if data == "folder" else data
         args.out_dir = common.run_folder(args, f"out/{name}_{args.attn}")
-    args.context = args.context or SIZES[args.model]["context"]
+    args.context = args.context or LM_SIZES[args.model]["context"]
     return args, checkpoint
 
 
@@ -237,7 +237,7 @@ def main():
                          f"number of processes")
 
     # Model. The flags describe it; with --resume they must describe the checkpoint's model.
-    size = {**SIZES[args.model], "context": args.context}
+    size = {**LM_SIZES[args.model], "context": args.context}
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
     except ValueError:

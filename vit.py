@@ -1,7 +1,8 @@
-"""Vision transformers with any attention of attention.py: DeiT's sizes, and two for small images.
+"""Vision transformers with any attention of attention.py, in DeiT's sizes and two smaller ones.
 
-Paper: section 4 and App. A of Teo & Nguyen 2024; architecture of DeiT (Touvron et al. 2021). Names
-are those of timm's `vision_transformer.py`, so DeiT and timm weights load into the softmax kind.
+Paper: section 4 and App. A of Teo & Nguyen 2024; architecture of DeiT (Touvron et al. 2021).
+Parameters are named as in timm's `vision_transformer.py`, so DeiT and timm weights load into a ViT
+with softmax attention.
 
     model = ViT(ViTConfig(**SIZES["tiny"], attn="rpc", rpc_layers=(0,), pap=dict(n_iter=6)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
@@ -17,7 +18,7 @@ from torch import nn
 from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
 from common import InputError, one_of, rebuild
 
-SIZES = {                                                  # softmax parameters at 224 px
+SIZES = {                                # number of parameters with softmax attention at 224 px
     "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
     "micro": dict(embed_dim=96, depth=6, num_heads=3),     # 32 px, patch_size=4: CIFAR-10, on a CPU
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),    # 5,717,416
@@ -28,21 +29,24 @@ SIZES = {                                                  # softmax parameters 
 
 @dataclass
 class ViTConfig:
-    """What rebuilds the model: RPC and symmetric share a state dict, only this tells which."""
-    image_size: int = 224             # pixels, square
+    """Settings that rebuild a ViT. The weights alone do not tell RPC and symmetric attention apart.
+
+    InputError if the settings do not fit together.
+    """
+    image_size: int = 224             # pixels per side
     patch_size: int = 16              # divides image_size
     num_classes: int = 1000           # 0: no head (segmenter.py)
     embed_dim: int = 192              # C
     depth: int = 12
     num_heads: int = 3                # H
     mlp_ratio: float = 4.0
-    attn: str = "softmax"             # of attention.ATTENTIONS or LAYER_PATTERNS
-    rpc_layers: tuple = (0,)          # with RPC-Attention, from 0; the paper's "layer1" is (0,)
+    attn: str = "softmax"             # a name in attention.ATTENTIONS or LAYER_PATTERNS
+    rpc_layers: tuple = (0,)          # layers with RPC-Attention; the paper's "layer1" is (0,)
     pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: attention.PAP_SETTINGS
     drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
-    eps: float = 1e-6                 # of every LayerNorm
-    init: str = "trunc_normal"        # DeiT's; default: torch's Linear layers, as the released code
-    mean: tuple = (0.485, 0.456, 0.406)
+    eps: float = 1e-6                 # epsilon of every LayerNorm
+    init: str = "trunc_normal"        # of Linear layers, as in DeiT; "default": as in PyTorch
+    mean: tuple = (0.485, 0.456, 0.406)         # normalise pixels in [0, 1], per channel
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
@@ -64,7 +68,7 @@ class ViTConfig:
         return (self.image_size // self.patch_size) ** 2 + 1
 
     def layer_attn(self, i):
-        """Name the kind of attention (of attention.ATTENTIONS) in layer i."""
+        """Return the name of the attention in layer i, a key of attention.ATTENTIONS."""
         inside, outside = LAYER_PATTERNS.get(self.attn, (None, self.attn))
         return inside if i in self.rpc_layers else outside
 
@@ -72,12 +76,12 @@ class ViTConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Set a share p of the samples, (B, N, C), to 0 and divide the others by 1 - p."""
+    """Set each sample of x (B, N, C) to 0 with probability p; divide the rest by 1 - p."""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
 class Mlp(nn.Module):
-    """fc1, exact GELU, fc2; dropout at rate `drop` after GELU and after fc2."""
+    """Linear layer, exact GELU, linear layer; dropout with rate `drop` after both."""
 
     def __init__(self, dim, hidden_dim, drop=0.0):
         super().__init__()
@@ -90,10 +94,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block, (B, N, C) in and out, of an attention and an MLP.
+    """Pre-norm transformer block with an attention and an MLP, (B, N, C) in and out.
 
-    Pre-norm: attention and MLP read normed tokens and add to tokens that are not normed, so the
-    sum runs through all blocks untouched. eps: of the norms.
+    Pre-norm: attention and MLP read normalised tokens and add their outputs to the tokens before
+    normalisation. drop_path: rate of dropping an output. eps: epsilon of both norms.
     """
 
     def __init__(self, dim, attn, mlp, drop_path=0.0, eps=1e-6):
@@ -113,10 +117,10 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Images to patch tokens, row by row: (B, 3, h, w) -> (B, h/P * w/P, C).
+    """Turn images into patch tokens, row by row: (B, 3, h, w) -> (B, h/P * w/P, C).
 
-    A convolution whose stride is its size cuts an image into P x P patches and maps the 3 P P
-    numbers of each to C. Any other module with this output may stand for `proj`, a conv stem say.
+    A convolution with stride P and kernel P x P maps the 3 P P numbers of each patch to C. Any
+    module with output (B, C, h/P, w/P) can replace `proj`, for example a stack of convolutions.
     """
 
     def __init__(self, patch_size, dim):
@@ -128,7 +132,7 @@ class PatchEmbed(nn.Module):
 
 
 class ViT(nn.Module):
-    """Image classifier: pixels in [0, 1] in, logits out. Parameter names as in timm."""
+    """Image classifier: pixels (B, 3, S, S) in [0, 1] to logits (B, K). Names as in timm."""
 
     def __init__(self, config):
         super().__init__()
@@ -152,9 +156,9 @@ class ViT(nn.Module):
             for i in range(c.depth))
 
     def init_weights(self):
-        """Draw tokens truncated normal, std 0.02, and, unless init is "default", Linear layers."""
+        """Draw positions, class token and, with init="trunc_normal", Linear weights (std 0.02)."""
         for token in (self.pos_embed, self.cls_token):
-            if isinstance(token, nn.Parameter):                     # FAN's positions are a module
+            if isinstance(token, nn.Parameter):         # in a FAN, pos_embed is a module
                 nn.init.trunc_normal_(token, std=0.02)
         for m in self.modules():
             if isinstance(m, nn.Linear) and self.config.init == "trunc_normal":
@@ -165,14 +169,14 @@ class ViT(nn.Module):
     def tokens(self, x, pos_embed):
         """Turn normalised images (B, 3, h, w) into tokens with positions, (B, N, C).
 
-        Token 0 is the class token: it stands for no patch, collects from all, and is what the head
-        reads in the end.
+        Token 0 is the class token. It belongs to no patch, attends to all patches, and the head
+        reads it after the last block.
         """
         x = self.patch_embed(x)
         return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
 
     def embed(self, images):
-        """Check and normalise images (B, 3, S, S) in [0, 1]; returns their tokens (B, N, C)."""
+        """Check and normalise images (B, 3, S, S) in [0, 1]; return their tokens (B, N, C)."""
         size = self.config.image_size
         if images.shape[1:] != (3, size, size) or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
@@ -180,7 +184,7 @@ class ViT(nn.Module):
         return self.tokens((images - self.mean) / self.std, self.pos_embed)
 
     def layers(self):
-        """Name the layers between embedding and final norm: {"blocks.0": block, ...}."""
+        """Return the layers between embedding and final norm: {"blocks.0": block, ...}."""
         return {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
 
     def encode(self, x):
@@ -190,14 +194,14 @@ class ViT(nn.Module):
         return self.norm(x)
 
     def forward_features(self, images):
-        """Return the normed tokens after the last block, (B, N, C), as in timm."""
+        """Return the tokens after the final norm, (B, N, C), as in timm."""
         return self.encode(self.embed(images))
 
     def forward(self, images):
         return self.head(self.forward_features(images)[:, 0])
 
     def features(self, images):
-        """Return by name "embed", "blocks.0", ..., "norm": (B, N, C) each, and "head": logits."""
+        """Return each layer's output: "embed", "blocks.0", ..., "norm" (B, N, C); "head" (B, K)."""
         x = self.embed(images)
         out = {"embed": x}
         for name, layer in self.layers().items():
@@ -208,13 +212,14 @@ class ViT(nn.Module):
 
 
 def resize_pos_embed(pos_embed, grid, mode):
-    """Interpolate positions (1, 1 + side * side, C) for a grid (h, w), but the class token's.
+    """Interpolate the positions of the patches, (1, 1 + side * side, C), to a grid (h, w).
 
-    mode: of F.interpolate.
+    The position of the class token, the first, stays. mode: see F.interpolate.
     """
     side = math.isqrt(pos_embed.shape[1] - 1)
-    if side * side != pos_embed.shape[1] - 1:           # distilled DeiT's has a second token
-        raise InputError(f"pos_embed has {pos_embed.shape[1]} positions, not 1 + {side} x {side}")
+    if side * side != pos_embed.shape[1] - 1:           # a distilled DeiT has a second token
+        raise InputError(f"pos_embed has {pos_embed.shape[1]} positions, expected 1 + {side} x "
+                         f"{side}: one class token and a square of patches")
     patches = pos_embed[:, 1:].mT.unflatten(2, (side, side))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)

@@ -147,17 +147,18 @@ def pairs(root, split=""):
     """
     def files(part, endings):
         folder, found, others = Path(root, part, split), {}, []
-        for name in sorted(os.listdir(folder) if folder.is_dir() else []):
-            stem, ending = os.path.splitext(name)
-            if name.startswith("."):
+        entries = os.scandir(folder) if folder.is_dir() else []
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            stem, ending = os.path.splitext(entry.name)
+            if entry.name.startswith("."):
                 continue
-            if ending.lower() not in endings or (folder / name).is_dir():
-                others.append(name)
+            if ending.lower() not in endings or entry.is_dir():
+                others.append(entry.name)
             elif stem in found:
-                raise InputError(f"{printable(found[stem])} and {printable(name)} have the same "
-                                 f"name before the ending: rename or delete one of them")
+                raise InputError(f"{printable(found[stem])} and {printable(entry.name)} have the "
+                                 f"same name before the ending: rename or delete one of them")
             else:
-                found[stem] = str(folder / name)
+                found[stem] = entry.path
         if others:
             print_once(printable(f"{folder}: left out, because the name does not end in "
                                  f"{' or '.join(endings)}: {', '.join(others[:3])} "

@@ -263,7 +263,7 @@ if wanted("ruler"):
     rows = probe.read_csv(arms.RESULTS / "kpca/trained.csv")
     sources = {"noise": "iid", "random matrix": "x W", "another head's": "other",
                "trained": "learned", "best linear": "fitted to eig_cos"}
-    at = {name: kernel_pca.over_seeds(rows, "softmax", "eig_cos", source).mean()
+    at = {name: kernel_pca.seed_means(rows, "softmax", "eig_cos", source).mean()
           for name, source in sources.items()}
     way = kernel_pca.closed(rows, "softmax", "eig_cos")             # per cent, of five networks
     half = 2.776 * way.std(ddof=1) / math.sqrt(5)                   # Student's t, 4 degrees

@@ -1,10 +1,10 @@
 """AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
-What every attack takes and returns stands at the top of attacks.py. The standard version of
-AutoAttack (`fra31/auto-attack`) is APGD-CE, APGD-T, FAB-T and Square, in this order, each on the
-images that the ones before it left standing. Images the model misclassifies are not attacked, and
-where one of these attacks fails it returns the clean image. Images that are done leave the batch at
-fixed steps, so a result depends neither on the batch nor on what else is in it.
+attacks.py describes the arguments and the result of an attack. The standard version of AutoAttack
+(`fra31/auto-attack`) runs APGD-CE, APGD-T, FAB-T and Square, in this order; each attacks the images
+that are still robust. Misclassified images are not attacked. An attack that fails returns the clean
+image. Finished images leave the batch at fixed steps, so the result for an image does not depend on
+the other images of its batch.
 
     adv = autoattack(model, images, labels, 8 / 255)
 """
@@ -25,7 +25,7 @@ from robust.attacks import (bounds, check_counts, check_word, clean_logits, colu
 
 
 def linf_norm(t):
-    """max|t| per image, (B,)."""
+    """Return max|t| per image, (B,)."""
     return t.abs().flatten(1).amax(1)
 
 
@@ -34,8 +34,8 @@ def linf_norm(t):
 def dlr(logits, labels):
     """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)).
 
-    z_(i): the i-th largest logit. Neither a shift nor a positive factor on the logits changes it.
-    Raises ValueError for fewer than 3 classes.
+    z_(i): the i-th largest logit. Shifting the logits or scaling them by a positive factor does not
+    change the loss. InputError for fewer than 3 classes.
     """
     if logits.shape[1] < 3:
         raise InputError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: "
@@ -45,7 +45,7 @@ def dlr(logits, labels):
 
 
 def targeted_dlr(logits, labels, targets):
-    """-(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), (B,). ValueError for fewer than 4 classes."""
+    """Targeted DLR, (B,): -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), for 4 classes or more."""
     if logits.shape[1] < 4:
         raise InputError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
                          "AutoAttack) compares four logits: expected 4 or more")
@@ -54,13 +54,13 @@ def targeted_dlr(logits, labels, targets):
 
 
 def target_margin(logits, labels, targets):
-    """z_t - z_y, (B,)."""
+    """Return z_t - z_y, (B,)."""
     z_t, z_y = logits.gather(1, torch.stack([targets, labels], 1)).unbind(1)
     return z_t - z_y
 
 
 def likely_targets(logits, labels, num_targets):
-    """The likeliest classes but the label, best first: (B, min(num_targets, classes - 1)) int64."""
+    """Return the likeliest wrong classes, best first: (B, min(num_targets, classes - 1)) int64."""
     others = logits.scatter(1, labels[:, None], -torch.inf)
     return others.topk(min(num_targets, logits.shape[1] - 1)).indices
 
@@ -70,10 +70,10 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
          steps: int = 100, surrogates=(), clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
-    targets: (B,) int64. surrogates: models whose gradients are followed where the model's own has
-    failed, one after the other. draw: another number, another random start. Source:
-    `fra31/auto-attack:autoattack/autopgd_base.py`. There an image is climbed to the end and its
-    last misclassified iterate returned; here it leaves at the next multiple of ten steps.
+    targets: (B,) int64. surrogates: models whose gradients are followed, in turn, where the model's
+    own gradient failed. draw: another number gives another random start. Source:
+    `fra31/auto-attack:autoattack/autopgd_base.py`. There an image takes all steps and its last
+    misclassified iterate is returned; here it leaves at the next multiple of ten steps.
     """
     check_counts(steps=steps)
     check_word("loss", loss, "ce", "dlr")
@@ -96,7 +96,7 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
 def climb(model, source, objective, s, steps, adv, robust):
     """Climb the model's loss along the gradient of `source`, from the rows s of `apgd`'s state.
 
-    Writes what fools the model to adv, (B, 3, H, W), and False to robust, (B,), there.
+    Where the model is fooled, writes the image to adv, (B, 3, H, W), and False to robust, (B,).
     """
     evaluate_point(s, model, source, objective)
     s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
@@ -106,13 +106,13 @@ def climb(model, source, objective, s, steps, adv, robust):
     checkpoint = window
 
     for i in range(steps):
-        # a gradient step, then momentum: a little of the last move
+        # Take a gradient step, then add momentum, a part of the last move.
         a = 0.75 if i else 1.0
         u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)
         x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)
         s.x_old, s.x = s.x, x
 
-        # what it brought
+        # Evaluate the new point and keep the best one.
         last_loss, fooled_before = s.loss, s.fooled
         evaluate_point(s, model, source, objective)
         s.adv = torch.where(column(s.fooled), s.x, s.adv)
@@ -120,7 +120,7 @@ def climb(model, source, objective, s, steps, adv, robust):
         s.rises = s.rises + (s.loss > last_loss)
         keep_best(s)
 
-        # at checkpoints, ever closer: step sizes; at every tenth step: images leave
+        # Halve step sizes at checkpoints, which come ever closer. Every tenth step, images leave.
         if i + 1 == checkpoint:
             halve(s, window)
             window = max(window - shrink, least)
@@ -133,7 +133,7 @@ def climb(model, source, objective, s, steps, adv, robust):
 
 
 def evaluate_point(s, model, source, objective):
-    """Whether the model is fooled at s.x, its loss there, and the gradient of source."""
+    """Set s.fooled, s.loss (of the model) and s.grad (of source) at the point s.x."""
     if objective is targeted_dlr:
         objective = partial(targeted_dlr, targets=s.targets)
     logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
@@ -144,7 +144,7 @@ def evaluate_point(s, model, source, objective):
 
 
 def keep_best(s):
-    """Remember the point of the largest loss so far."""
+    """Keep the point with the largest loss so far."""
     better = column(s.loss > s.best_loss)
     s.best_x = torch.where(better, s.x, s.best_x)
     s.best_grad = torch.where(better, s.grad, s.best_grad)
@@ -152,10 +152,10 @@ def keep_best(s):
 
 
 def halve(s, window):
-    """Where the last `window` steps led nowhere: half the step, again from the best point.
+    """Halve the step and return to the best point where the last `window` steps did not help.
 
-    That is where the loss rose in at most three of four of them, or where it has no new maximum
-    although the step was not halved last time.
+    They did not help if the loss rose in at most three of four steps, or if the step was not halved
+    at the last checkpoint and the loss has no new maximum.
     """
     few_rises = s.rises <= 0.75 * window
     no_gain = ~s.halved & (s.checked_loss >= s.best_loss)
@@ -169,9 +169,9 @@ def halve(s, window):
 @torch.no_grad()
 def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True,
            seed=0, index=None):
-    """APGD on the targeted DLR loss, once for each of the num_targets likeliest wrong classes.
+    """Run APGD on the targeted DLR loss, once per class of the num_targets likeliest wrong classes.
 
-    surrogates: as for `apgd`, within each run.
+    surrogates: as in `apgd`, within each run.
     """
     check_counts(num_targets=num_targets)
     logits = clean_logits(model, images, eps, clip)
@@ -190,13 +190,14 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
 def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
-    """The move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high.
+    """Return the move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high.
 
-    v, w: (B, n), b: (B,). Where no such d exists, all the room there is. Moving every coordinate
-    by lam or to its bound lowers <w, v> by D(lam) = sum_j |w_j| min(lam, room_j), concave and
-    piecewise linear: Newton's method from below reaches D(lam) = c exactly, in 3 to 6 rounds.
-    (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects: same d, slower.) rounds:
-    between two looks whether that is so, for which a GPU would have to wait; more change nothing.
+    v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound. A move of
+    every coordinate by lam, or to its bound, lowers <w, v> by D(lam) = sum_j |w_j| min(lam,
+    room_j). D is concave and piecewise linear, so Newton's method from below reaches D(lam) = c
+    exactly, in 3 to 6 rounds. (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects:
+    the same d, slower.) rounds: Newton steps between two tests of convergence, which stall a GPU;
+    additional steps do not change d.
     """
     rounds = rounds or (1 if v.device.type == "cpu" else 8)
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
@@ -208,7 +209,7 @@ def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
     while True:
         before = lam
         for _ in range(rounds):
-            # which coordinates reach their bound decides lam, and they only grow
+            # lam depends on which coordinates reach their bound; their set only grows.
             used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
             slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
             lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
@@ -217,21 +218,22 @@ def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
 
 
 def within(adv, images, eps):
-    """Whether every pixel moved by at most eps, (B,) bool."""
+    """Return whether every pixel moved by at most eps, (B,) bool."""
     return ((adv - images).abs() <= eps).flatten(1).all(1)
 
 
 @torch.no_grad()
 def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, clip=True):
-    """The nearest adversarial images FAB-T finds: (adv like images, L-infinity distance (B,)).
+    """Find the nearest adversarial images with FAB-T.
 
-    The distance is inf where none was found or the model was wrong before; adv is the clean image
-    there. enough: leave an image alone once all its pixels moved by at most this; a number or a
-    tensor like eps. Source: `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
+    Returns adv, shaped as images, and the L-infinity distances (B,). If none was found or the model
+    was wrong before, adv is the clean image and the distance is inf. enough: an image is finished
+    when its pixels moved by at most this; a number or a tensor, as eps. Source:
+    `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
     """
     check_counts(steps=steps, num_targets=num_targets)
     logits = clean_logits(model, images, enough, clip)
-    box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # far away: as good as no box
+    box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
                         enough=per_image(images, enough), adv=images,
@@ -251,12 +253,12 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
 
 
 def fab_step(s, model, targets, low, high):
-    """Step over the boundary to the target class, as linearised at s.x, staying near s.x0."""
+    """Step across the boundary to the target class, linearised at s.x, and stay near s.x0."""
     _, h, w = input_gradient(partial(target_margin, targets=targets), model, s.x, s.labels)
     x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
-    b = (w * x).sum(1) - h                                      # <w, x'> = b: where h is 0
+    b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
 
-    # both projected on it, x and the clean x0; between the two, nearer to x
+    # Project x and the clean x0 onto the boundary; take a point between them, nearer to x.
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
     a, a0 = linf_norm(d).clamp_min(1e-8).view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
@@ -264,7 +266,7 @@ def fab_step(s, model, targets, low, high):
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
     x = x.clamp(low, high).view_as(s.x)
 
-    # keep what is fooled and nearer than before; what is fooled moves back towards x0
+    # Keep fooling points that are nearer than before; a fooling point moves back towards x0.
     fooled = forward(model, x).argmax(1) != s.labels
     away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)
@@ -275,9 +277,9 @@ def fab_step(s, model, targets, low, high):
 
 @torch.no_grad()
 def fab_t(model, images, labels, eps, *, seed=0, index=None, **options):
-    """FAB-T: the nearest adversarial images `fab_distance` finds, where they lie within eps.
+    """FAB-T: return the images of `fab_distance` that lie within eps, else the clean images.
 
-    seed, index: of no use here, nothing is drawn.
+    seed, index: not used, because nothing is random.
     """
     adv, _ = fab_distance(model, images, labels, enough=eps, **options)
     return torch.where(column(within(adv, images, eps)), adv, images)
@@ -285,17 +287,17 @@ def fab_t(model, images, labels, eps, *, seed=0, index=None, **options):
 
 # --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
 
-EVERY = 50                                      # queries between two exits of images
+EVERY = 50                                      # images leave after so many queries
 
 
 @torch.no_grad()
 def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_size=None,
            clip=True, seed=0, index=None):
-    """Set random squares to +-eps, a random sign per channel, and keep what lowers the margin.
+    """Set random squares to +-eps, one random sign per channel; keep those that lower the margin.
 
-    Forward passes only. Source: `fra31/auto-attack:autoattack/square.py`, where all images of a
-    batch share place and signs; here each image has its own. Images leave the batch at multiples
-    of fifty queries. batch_size: images per forward pass (default: all); run it on all images at
+    The attack uses forward passes only. Source: `fra31/auto-attack:autoattack/square.py`. There all
+    images of a batch share place and signs; here each image has its own. Images leave the batch
+    every fifty queries. batch_size: images per forward pass (default: all); pass all images at
     once, so that batches stay full.
     """
     check_counts(queries=queries, batch_size=batch_size or 1)
@@ -318,7 +320,7 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
                 return adv
             draws = uniform(s.index, EVERY * (2 + C), seed, SQUARE, 1 + query // EVERY)
             draws = draws.view(-1, EVERY, 2 + C)
-        draw = draws[:, query % EVERY]                          # two for the place, C for the signs
+        draw = draws[:, query % EVERY]                          # 2 for the place, C for the signs
         inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
@@ -331,10 +333,10 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
 
 
 def random_square(place, query, H, W):
-    """Where a square lies whose corner is place (B, 2) in [0, 1): (B, 1, H, W) bool.
+    """Return the mask of a square, (B, 1, H, W) bool, with its corner at place (B, 2) in [0, 1).
 
-    It covers a share of the image that falls with the number of queries, and never touches the
-    last row and column, as in the source.
+    The square's share of the image falls with the number of queries. As in the source, the square
+    never touches the last row and column.
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
@@ -346,7 +348,7 @@ def random_square(place, query, H, W):
 
 
 def leave(s, adv):
-    """Write the images square has fooled to adv and return the rest."""
+    """Write the finished images of `square` to adv; return the state of the others."""
     fooled = s.margin < 0
     adv[s.row[fooled]] = s.best[fooled]
     return select_rows(s, ~fooled)
@@ -358,12 +360,13 @@ def leave(s, adv):
 def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries: int = 5000,
                num_targets: int = 9, surrogates=(), batch_size=500, clip=True, seed=0, index=None,
                trace=None, progress=False):
-    """APGD-CE, APGD-T, FAB-T, Square, each on the images that are still robust.
+    """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    Run it on all images at once so that batches stay full. An attack has succeeded where a separate
-    forward pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool)
-    for "clean" and after every stage. progress: show a bar per stage. surrogates: for APGD-CE and
-    APGD-T, as for `apgd`; the standard version has none. ValueError for fewer than 4 classes.
+    Pass all images at once so that batches stay full. An attack succeeds where a separate forward
+    pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool) for
+    "clean" and after every stage. progress: show a bar per stage. surrogates: for APGD-CE and
+    APGD-T, as in `apgd`; the standard version uses an empty tuple. InputError for fewer than 4
+    classes.
     """
     check_counts(batch_size=batch_size)
     stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
@@ -372,7 +375,7 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
               "square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
-    targeted_dlr(logits[:1], labels[:1], labels[:1])            # raises if it cannot be used
+    targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises for few classes
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     trace = [] if trace is None else trace
     robust = logits.argmax(1) == labels

@@ -41,7 +41,7 @@ def listed(values, digits=1):
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-# --- the checks: each returns ({condition: whether it holds}, evidence) ----------------------------------------
+# --- the checks: each returns ({condition: whether it holds}, evidence) ---------------------------
 
 def sweep_to_zero(model, x, y, options):
     """Check 5: accuracy falls to zero with the budget; CW, without a budget, fools every image."""
@@ -83,14 +83,16 @@ def steps_and_restarts(model, x, y, eps, options):
     """Check 2: five times the steps, or five restarts, fool no more images."""
     steps = options.get("steps", 20)
     numbers = sorted({1, max(steps // 4, 1), steps, 5 * steps})
-    left = {n: is_right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y) for n in numbers}
+    left = {n: is_right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y)
+            for n in numbers}
     again = restarted(pgd, 5)(model, x, y, eps, **{**options, "random_start": True})
     again = is_right(model, again, y)
     found, slack = int(left[steps].sum()), noise_level(len(y))
     parts = {f"{5 * steps} steps take no more than {steps}":
              found - int(left[5 * steps].sum()) <= slack,
              "5 restarts take no more": found - int(again.sum()) <= slack}
-    return parts, (f"at {255 * eps:g}/255 PGD leaves {listed(map(share_of, left.values()))} % after "
+    shares = listed(map(share_of, left.values()))
+    return parts, (f"at {255 * eps:g}/255 PGD leaves {shares} % after "
                    f"{' '.join(map(str, numbers))} steps; {share_of(again):.1f} % with "
                    f"5 restarts")
 
@@ -109,7 +111,8 @@ def rivals(model, x, y, eps, others, options):
     parts = {f"gradients beat {name}": int(direct.sum()) <= int(flags.sum()) + noise_level(len(y))
              for name, flags in left.items()}
     text = ", ".join(f"{name} {share_of(flags):.1f}" for name, flags in left.items())
-    return parts, (f"at {255 * eps:g}/255 on {len(y)} images PGD, APGD{' and APGD-T' * with_targets} leave "
+    names = "PGD, APGD and APGD-T together" if with_targets else "PGD and APGD together"
+    return parts, (f"at {255 * eps:g}/255 on {len(y)} images {names} leave "
                    f"{share_of(direct):.1f} %; {text}")
 
 
@@ -136,7 +139,8 @@ def run_checks(model, x, y, name="", twin=None, options=None):
     *fall, left = sweep_to_zero(model, x, y, options)
     clean = left[BUDGETS[0]]
     eps = min(BUDGETS[1:], key=lambda eps: abs(left[eps] - clean / 2))
-    report(2, "more steps and restarts find no more", *steps_and_restarts(model, x, y, eps, options))
+    report(2, "more steps and restarts find no more",
+           *steps_and_restarts(model, x, y, eps, options))
     blind = {"noise": lambda x, y: noise(model, x, y, eps, best_of=10),
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}

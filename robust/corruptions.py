@@ -7,11 +7,10 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
 A corruption is a function of (images, the severity's constants, its random numbers) and an entry in
-CORRUPTIONS, at the end: that is all that a new one needs. What is drawn for an image depends on
-(seed, corruption, severity, its index) alone: batch size, order, worker, process and device change
-nothing. What is then done with it is deterministic and agrees with the sources within one grey
-level (tests/test_corruptions.py). Inside, pixels are float32 in grey levels, 0 to 255; results are
-truncated, not rounded, as the sources do.
+CORRUPTIONS, at the end of this file. The random numbers of an image depend on (seed, corruption,
+severity, index) alone: batch size, order, worker, process and device change nothing. The rest is
+deterministic and agrees with the sources within one grey level (tests/test_corruptions.py). Inside,
+pixels are float32 grey levels, 0 to 255. Results are truncated, not rounded, as in the sources.
 """
 
 import math
@@ -25,34 +24,34 @@ import torch
 import torch.nn.functional as F
 
 from data.rng import CORRUPTION, normal, uniform
-from robust.filters import (disk, displace, enlarge, gaussian_blur, motion, pixel_grid, quantise,
-                            sample, shrink)
+from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, motion, pixel_grid,
+                            quantise, shrink)
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
-# ImageNet-C's, in its order: means and mCE are over these 15, whatever else CORRUPTIONS has.
+# ImageNet-C's 15 types in its order. Means and mCE are taken over these, not over new types.
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
 
 
 # --- noise ----------------------------------------------------------------------------------------
-# From here on: u(n) gives (B, n) uniform numbers in [0, 1); c is the severity's entry in CONSTANTS;
+# Below, u(n) returns (B, n) uniform numbers in [0, 1), c is the severity's entry in CONSTANTS, and
 # images are uint8.
 
 def draw_values(u, H, W, c):
-    """One uniform number for each value of the images."""
+    """Draw one uniform number per value of the images."""
     return u(3 * H * W).view(-1, 3, H, W)
 
 
 def gaussian_noise(images, c, u):
-    """x + N(0, c)."""
+    """Add N(0, c)."""
     return quantise(normal(u).mul_(255 * c).add_(images))
 
 
 @lru_cache(maxsize=10)
 def shot_table(photons, device):
-    """What each pixel value becomes, at 2^16 points of its distribution: (256 * 2^16,) uint8."""
+    """Tabulate the noisy value of each pixel value at 2^16 quantiles: (256 * 2^16,) uint8."""
     k = torch.arange(photons, dtype=torch.float64)
     rate = torch.arange(256, dtype=torch.float64)[:, None] * photons / 255
     below = (torch.xlogy(k, rate) - rate - torch.lgamma(k + 1)).exp().cumsum(1)   # Poisson: P(<= k)
@@ -63,24 +62,24 @@ def shot_table(photons, device):
 
 
 def shot_noise(images, c, u):
-    """Poisson(c * x) / c, by inversion; probabilities are multiples of 2^-16."""
+    """Draw Poisson(c * x) / c by inversion; probabilities are multiples of 2^-16."""
     index = images.int().mul_(2 ** 16).add_((u * 2 ** 16).int())
     return shot_table(c, images.device).index_select(0, index.flatten()).view_as(images)
 
 
 def impulse_noise(images, c, u):
-    """A share c of the values, each channel on its own, becomes 0 or 255."""
+    """Set a share c of the values, drawn per channel, to 0 or 255."""
     return images.masked_fill(u < c, 255).masked_fill_(u < c / 2, 0)
 
 
 # --- blur -----------------------------------------------------------------------------------------
 
 def defocus_blur(images, c):
-    """Convolution with a disk; the image is reflected about its border pixels.
+    """Convolve with a disk; the image is reflected at its border pixels.
 
-    Some kernels sum to a little below 1, as the source's: white becomes 254. Float32 cannot tell,
-    so pixels of equal weight are added first, which is exact, and then weighted in float64 (which
-    MPS has not).
+    As in the source, some kernels sum to slightly less than 1, so white becomes 254. Float32 is too
+    coarse for this difference. So pixels of equal weight are added first, which is exact, and then
+    weighted in float64 (float32 on mps).
     """
     H, W = images.shape[2:]
     kernel = disk(*c)
@@ -97,20 +96,20 @@ def defocus_blur(images, c):
 
 
 def draw_glass_blur(u, H, W, c):
-    """Shifts dy * W + dx of pixels d + 1 .. side - d; (B, iterations, H - 2d, W - 2d) int64."""
+    """Draw shifts dy * W + dx of pixels d + 1 to side - d: (B, rounds, H - 2d, W - 2d) int64."""
     d = c[1]
-    u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)                        # one number for both
+    u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)               # one number for dy and dx
     dy, dx = u.floor() - d, u.frac().mul_(2 * d).floor_() - d
     return dy.mul_(W).add_(dx).long().view(-1, c[2], H - 2 * d, W - 2 * d)
 
 
 def glass_blur(images, c, shift):
-    """Gaussian blur, local shuffling, Gaussian blur.
+    """Blur with a Gaussian, shuffle pixels locally, blur again.
 
-    The source scans from the last pixel to the first and copies to each one the pixel at its shift:
-    it means to swap, but swaps two views of one array. What is copied from a pixel scanned before
-    is what that one had just received: a chain of pointers, followed by doubling; one step goes on
-    with probability < 0.43, so 32 are enough.
+    The source scans from the last pixel to the first and copies the pixel at its shift to each
+    pixel. (It intends to swap the two, but swaps two views of one array.) A pixel that was scanned
+    before has itself received a copy, so the copies form a chain. Pointer doubling follows the
+    chain; a chain continues with probability < 0.43, so 32 steps are enough.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
@@ -120,9 +119,9 @@ def glass_blur(images, c, shift):
     source = here
     for step in shift.unbind(1):
         target = here + F.pad(step, border).flatten(1)
-        before = (target > here) & inside.gather(1, target)                   # scanned before here?
+        before = (target > here) & inside.gather(1, target)                   # scanned earlier
         chain = torch.where(before, target, here)
-        for _ in range(5 if d > 1 else 0):                                            # d = 1: never
+        for _ in range(5 if d > 1 else 0):                                   # no chains for d = 1
             chain = chain.gather(1, chain)
         source = source.gather(1, target.gather(1, chain))
     x = quantise(gaussian_blur(images.float(), sigma)).flatten(2)
@@ -131,7 +130,7 @@ def glass_blur(images, c, shift):
 
 
 def draw_motion_blur(u, H, W, c):
-    """Angle in degrees, (B,)."""
+    """Draw an angle in degrees, (B,)."""
     return u(1)[:, 0] * 90 - 45
 
 
@@ -141,12 +140,12 @@ def motion_blur(images, c, angle):
 
 
 def cropped(side, factor):
-    """Part of a side that is seen after zooming in, in pixels."""
+    """Return the pixels of a side that stay visible after zooming in."""
     return math.ceil(side / float(factor))
 
 
 def zoom_blur(images, c):
-    """Mean of the image and its zooms about the centre."""
+    """Average the image and its zooms about the centre."""
     H, W = images.shape[2:]
     x = images.float()
     total = x.clone()
@@ -161,14 +160,14 @@ def zoom_blur(images, c):
 # --- weather --------------------------------------------------------------------------------------
 
 def draw_snow(u, H, W, c):
-    """Standard normal field, its part that is seen after zooming; and the angle in degrees."""
+    """Draw the visible part of a standard normal field, and an angle in degrees."""
     h, w = cropped(H, c[2]), cropped(W, c[2])
     u = u(h * w + 1)
     return normal(u[:, 1:]).view(-1, h, w), u[:, 0] * 90 - 135
 
 
 def snow(images, c, field, angle):
-    """Whiten the image and add flakes: zoomed, thresholded, smeared noise, also turned round."""
+    """Whiten the image and add flakes: zoomed, thresholded, smeared noise, and the same rotated."""
     mean, std, zoom, threshold, radius, sigma, keep = c
     flakes = enlarge((field * std + mean)[:, None], zoom, *images.shape[2:])
     flakes = flakes.masked_fill(flakes < threshold, 0).clamp(0, 1)
@@ -180,7 +179,7 @@ def snow(images, c, field, angle):
 
 
 def draw_frost(u, H, W, c, frost_dir=None):
-    """A random part of a random texture: (B, 3, H, W) uint8."""
+    """Draw a random part of a random texture: (B, 3, H, W) uint8."""
     u = u(3)
     textures = scaled_frost(frost_dir, c[2], H, W, u.device)
     which = (u[:, 0] * len(textures)).long().tolist()
@@ -190,12 +189,12 @@ def draw_frost(u, H, W, c, frost_dir=None):
 
 
 def frost(images, c, texture):
-    """Weighted sum with a photograph of frost."""
+    """Compute the weighted sum with a photograph of frost."""
     return quantise(c[0] * images.float() + c[1] * texture.float())
 
 
 def draw_fog(u, H, W, c):
-    """Plasma, (B, H, W) in [0, 1]: midpoint displacement on a torus, its side a power of two."""
+    """Draw plasma, (B, H, W) in [0, 1]: midpoint displacement on a torus of side 2^k."""
     step = side = 2 ** math.ceil(math.log2(max(H, W)))
     noise, wibble = 2 * u(side * side) - 1, 100.0
     m = torch.zeros(len(noise), side, side, device=noise.device)
@@ -203,7 +202,7 @@ def draw_fog(u, H, W, c):
     while step >= 2:
         n, half = side // step, step // 2
         numbers = noise[:, used:used + 3 * n * n].unflatten(1, (3, n, n))
-        a, b, d = numbers.mul(wibble ** 2).unbind(1)                        # squared: theirs
+        a, b, d = numbers.mul(wibble ** 2).unbind(1)                        # squared in the source
         corner = m[:, ::step, ::step].clone()
         square = corner + corner.roll(-1, 1)
         centre = (square + square.roll(-1, 2)) / 4 + a
@@ -217,7 +216,7 @@ def draw_fog(u, H, W, c):
 
 
 def fog(images, c, plasma):
-    """(x + c * plasma) * M / (M + c), where M is the image's largest value."""
+    """Compute (x + c * plasma) * M / (M + c), where M is the image's largest value."""
     white = images.amax((1, 2, 3), keepdim=True).float()
     return quantise((images + 255 * c[0] * plasma[:, None]).mul_(white / (white + 255 * c[0])))
 
@@ -225,7 +224,7 @@ def fog(images, c, plasma):
 # --- colour, shape, coding ------------------------------------------------------------------------
 
 def brightness(images, c):
-    """Add c to the V of HSV: all three channels are scaled by V' / V."""
+    """Add c to V of HSV: scale all three channels by V' / V."""
     value = images.amax(1, keepdim=True).float()
     brighter = (value + 255 * c).clamp_(max=255)
     return quantise(torch.where(value > 0, images * (brighter / value), brighter))
@@ -240,42 +239,42 @@ def contrast(images, c):
 
 
 def draw_elastic_transform(u, H, W, c):
-    """Shifts of three corners up to +-c[2] pixels, (B, 3, 2); fields in [-1, 1), (B, 2, H, W)."""
+    """Draw shifts of 3 corners up to +-c[2] pixels, (B, 3, 2); fields in [-1, 1), (B, 2, H, W)."""
     u = 2 * u(6 + 2 * H * W) - 1
     return c[2] * u[:, :6].view(-1, 3, 2), u[:, 6:].view(-1, 2, H, W)
 
 
 def elastic_transform(images, c, jitter, field):
-    """Affine map that moves three corners by jitter, then smoothed random shifts: ImageNet-C's."""
+    """Apply an affine map that moves three corners by jitter, then smoothed shifts."""
     (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + jitter, (0, 1), value=1)
     inverse = torch.linalg.inv_ex(moved)[0]
-    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ rounds one image otherwise
+    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ rounds per batch size
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)
     source = a * across + b * down + t                                                # (B, 2, H, W)
-    x = sample(x, source[:, 0], source[:, 1], align_corners=True)
+    x = bilinear(x, source[:, 0], source[:, 1], align_corners=True)
     return quantise(displace(x, (sigma, sigma), alpha * field))
 
 
 def draw_elastic_any_size(u, H, W, c):
-    """Fields in [-1, 1), (B, 2, H, W)."""
+    """Draw fields in [-1, 1), (B, 2, H, W)."""
     return 2 * u(2 * H * W).view(-1, 2, H, W) - 1
 
 
 def elastic_any_size(images, c, field):
-    """Smoothed random shifts that grow with the image: imagecorruptions'."""
+    """Apply smoothed random shifts that grow with the image, as imagecorruptions does."""
     H, W = images.shape[2:]
     return quantise(displace(images.float(), (0.01 * H, 0.01 * W), c * 0.005 * H * field))
 
 
 def pixelate(images, c):
-    """Shrink by c with a box filter, across and then down; enlarge by repeating pixels.
+    """Shrink by c with a box filter, first across, then down; enlarge by repeating pixels.
 
-    Columns are worked on as rows of the transposed image: whole rows of memory are faster than
-    single pixels.
+    The code works on rows of the transposed image instead of columns, because whole rows of memory
+    are faster than single pixels.
     """
     H, W = images.shape[2:]
     h, w = int(H * c), int(W * c)
@@ -288,11 +287,11 @@ def pixelate(images, c):
 
 
 def jpeg_compression(images, c):
-    """Encode at quality c, colours at half resolution, and decode: on the CPU, in threads."""
+    """Encode at quality c, with colours at half resolution, and decode, on CPU threads."""
     from torchvision.io import decode_jpeg, encode_jpeg
 
     def recode(part):
-        part = torch.stack(part.unbind(1), -1).permute(0, 3, 1, 2)          # memory: pixel by pixel
+        part = torch.stack(part.unbind(1), -1).permute(0, 3, 1, 2)      # pixel by pixel in memory
         return torch.stack([decode_jpeg(encode_jpeg(image, c)) for image in part])
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
@@ -303,10 +302,10 @@ def jpeg_compression(images, c):
 # --- all of them ----------------------------------------------------------------------------------
 
 class Corruption(NamedTuple):
-    """What corrupt() needs to know of one."""
+    """One corruption: an entry in CORRUPTIONS."""
     apply: Callable                   # (images uint8, constants, *drawn) -> images uint8
-    constants: dict | tuple           # five, mild to strong; by size {224: five, 64: .., 32: ..}
-    draw: Callable | None = None      # (u, H, W, constants) -> what `apply` gets besides
+    constants: dict | tuple           # five, mild to strong; or {224: five, 64: five, 32: five}
+    draw: Callable | None = None      # (u, H, W, constants) -> more arguments of `apply`
 
 
 CORRUPTIONS = dict(
@@ -328,11 +327,11 @@ CORRUPTIONS = dict(
     jpeg_compression=Corruption(jpeg_compression, CONSTANTS["jpeg_compression"]),
 )
 ANY_SIZE = Corruption(elastic_any_size, CONSTANTS["elastic_any_size"], draw_elastic_any_size)
-ELASTIC_SIZES = (224, 64, 32)         # squares for which ImageNet-C's elastic_transform was made
+ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 
 
 def table_of(H, W):
-    """Choose the table of constants for images of this size, by the shorter side."""
+    """Choose the table of constants by the shorter side of the images."""
     return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
 
 
@@ -367,7 +366,7 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     c = c[severity - 1]
     number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
 
-    # Slices that fit into the caches of a CPU, or the memory of a GPU.
+    # Work on slices that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
     pixels = 2 ** 18 if device.type == "cpu" else 2 ** 23
     size = max(1, pixels // (H * W))

@@ -1,4 +1,4 @@
-"""Filters and warps of batches of images that the corruptions are made of.
+"""Filters and warps for batches of images; the corruptions are built from them.
 
 x: (B, C, H, W) float32, in grey levels, on any device.
 """
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 
 def quantise(x, guard=2 ** -12):
-    """Grey levels to uint8: clipped and truncated. x is used up.
+    """Turn grey levels into uint8: clip and truncate. Overwrites x.
 
-    The guard is added, so that float32 noise does not darken flat areas; int32 in between is faster
-    on the CPU.
+    The guard is added so that float32 noise does not darken flat areas. The detour over int32 is
+    faster on a CPU.
     """
     return x.add_(guard).clamp_(0, 255).int().byte()
 
@@ -27,7 +27,7 @@ def blur(x, kernel):
 
 
 def gaussian(radius, sigma):
-    """Gaussian at -radius .. radius, sum 1; (2 * radius + 1,) float64."""
+    """Return a Gaussian at -radius to radius with sum 1, (2 * radius + 1,) float64."""
     k = torch.arange(-radius, radius + 1, dtype=torch.float64)
     weight = (-k ** 2 / (2 * max(sigma, 1e-9) ** 2)).exp()
     return weight / weight.sum()
@@ -35,30 +35,30 @@ def gaussian(radius, sigma):
 
 @lru_cache(maxsize=None)
 def disk(radius, sigma):
-    """Disk of lattice points, its edge smoothed by a small Gaussian.
+    """Return a disk of lattice points with an edge smoothed by a small Gaussian.
 
-    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10:
-    as in the source, images become a little brighter.
+    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10.
+    As in the source, images become slightly brighter.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
     x, side = torch.arange(-half, half + 1), 2 * half + 1
     kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).float()
     kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")[0, 0]
     g = gaussian(edge, sigma).float().double()
-    for _ in range(2):                                         # rows, columns, rounded as by OpenCV
+    for _ in range(2):                                         # rows, columns, rounded as in OpenCV
         kernel = kernel.T
         total = kernel[edge:edge + side] * g[edge].float()
         for i in range(1, edge + 1):
             pair = kernel[edge - i:][:side] + kernel[edge + i:][:side]
             total = (total + pair * g[edge + i]).float()
         kernel = total
-    kernel = (kernel.double() + kernel.mT) / 2            # equal weights are equal; the sum is kept
-    empty = int((kernel.sum(0) > 0).int().argmax())                           # cut off what is zero
+    kernel = (kernel.double() + kernel.mT) / 2            # makes equal weights equal; keeps the sum
+    empty = int((kernel.sum(0) > 0).int().argmax())                           # cut off zeros
     return kernel[empty:side - empty, empty:side - empty]
 
 
 def gaussian_blur(x, sigma):
-    """Gaussian filter cut off at 4 sigma, borders repeated, as scikit-image's; x: float32."""
+    """Filter x, float32, with a Gaussian up to 4 sigma; borders repeat, as in scikit-image."""
     radius = int(4 * sigma + 0.5)
     g = gaussian(radius, sigma).float().to(x.device)
     x = F.pad(x, [radius] * 4, mode="replicate")
@@ -66,9 +66,10 @@ def gaussian_blur(x, sigma):
 
 
 def motion(x, radius, sigma, angle):
-    """One-sided Gaussian smear over 2 * radius + 1 pixels in whole-pixel shifts, borders repeated.
+    """Smear images along a line: a one-sided Gaussian over 2 * radius + 1 whole-pixel shifts.
 
-    x: (B, C, H, W) float32; angle: (B,) in degrees. As ImageMagick's MotionBlur.
+    x: (B, C, H, W) float32; borders are repeated. angle: (B,) in degrees. The result equals
+    ImageMagick's MotionBlur.
     """
     (B, C, H, W), reach = x.shape, 2 * radius
     i = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
@@ -87,11 +88,11 @@ def motion(x, radius, sigma, angle):
     return out.view_as(x)
 
 
-def sample(x, across, down, align_corners):
-    """Bilinear lookup at pixel coordinates, which broadcast to (B, H, W).
+def bilinear(x, across, down, align_corners):
+    """Look pixels up bilinearly at coordinates that broadcast to (B, H, W).
 
-    Beyond the image: reflected, about the centres of the border pixels (align_corners) or about
-    their outer edges.
+    Beyond the border the image is reflected, at the centres of the border pixels (align_corners) or
+    at their outer edges.
     """
     edge = 0 if align_corners else 0.5
     h, w = x.shape[2:]
@@ -102,22 +103,22 @@ def sample(x, across, down, align_corners):
 
 
 def pixel_grid(H, W, device):
-    """Coordinates of the pixels: across (W,), down (H, 1); float32."""
+    """Return the coordinates of the pixels: across (W,), down (H, 1); float32."""
     return torch.arange(W, device=device).float(), torch.arange(H, device=device).float()[:, None]
 
 
 def enlarge(x, factor, H, W):
-    """Bilinear zoom of (B, C, h, w) by `factor`, end on end; the first H x W pixels of it."""
+    """Zoom (B, C, h, w) bilinearly by `factor`, corners aligned; return the first H x W pixels."""
     h, w = x.shape[2:]
     across, down = pixel_grid(H, W, x.device)
     across = across * ((w - 1) / (round(w * factor) - 1))
     down = down * ((h - 1) / (round(h * factor) - 1))
-    return sample(x, across, down, align_corners=True)
+    return bilinear(x, across, down, align_corners=True)
 
 
 @lru_cache(maxsize=32)
 def smoothing(size, sigma, device):
-    """Matrix (size, size) of a Gaussian filter to 3 sigma, borders reflected as by scipy."""
+    """Return the matrix (size, size) of a Gaussian filter up to 3 sigma; borders reflect."""
     radius = int(3 * sigma + 0.5)
     source = (torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)) % (2 * size)
     source = torch.minimum(source, 2 * size - 1 - source)
@@ -130,17 +131,18 @@ def displace(x, sigma, shift):
     """Move each pixel by smoothed shifts. shift: (B, 2, H, W), in pixels, across and down."""
     H, W = x.shape[2:]
     S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
-    # one product at a time: on some processors a batched one rounds otherwise in another batch size
+    # Multiply one by one: on some processors a batched product rounds differently per batch size.
     shift = torch.stack([S @ one.clone() @ T.mT for one in shift.flatten(0, 1)]).view_as(shift)
     across, down = pixel_grid(H, W, x.device)
-    return sample(x, across + shift[:, 0], down + shift[:, 1], align_corners=False)
+    return bilinear(x, across + shift[:, 0], down + shift[:, 1], align_corners=False)
 
 
 @lru_cache(maxsize=32)
 def boxes(size, n, device):
-    """Windows [int(i * s + 0.5), int((i + 1) * s + 0.5)), s = size / n.
+    """Divide `size` pixels into n windows [int(i * s + 0.5), int((i + 1) * s + 0.5)), s = size / n.
 
-    Returns their members, (widest, n), filled up with `size`, and their lengths, (n, 1) float32.
+    Returns the members of each window, (widest, n), padded with `size`, and the lengths of the
+    windows, (n, 1) float32.
     """
     edge = torch.tensor([int(i * size / n + 0.5) for i in range(n + 1)])
     member = edge[:-1] + torch.arange(int(edge.diff().max()))[:, None]
@@ -149,7 +151,7 @@ def boxes(size, n, device):
 
 
 def shrink(images, n):
-    """Mean over n windows of rows, rounded: PIL's BOX filter; (B, 3, H, W) to (B, 3, n, W)."""
+    """Average n windows of rows and round, as PIL's BOX filter: (B, 3, H, W) to (B, 3, n, W)."""
     member, length = boxes(images.shape[2], n, images.device)
     x = F.pad(images, (0, 0, 0, 1))
     total = x.index_select(2, member[0]).float()

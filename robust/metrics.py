@@ -1,5 +1,5 @@
-"""Numbers of the robustness tables: mCE, how well outliers are told apart (ImageNet-O), and the
-confidence interval of an accuracy.
+"""Numbers of the robustness tables: mCE, detection of outliers (ImageNet-O), and the confidence
+interval of an accuracy.
 
 Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
 tensors.
@@ -19,7 +19,7 @@ ALEXNET = dict(
 
 
 def mean_corruption_error(errors):
-    """mCE in percent: the mean over the 15 corruptions of error_c / AlexNet's error_c on ImageNet.
+    """Return mCE in per cent: the mean over 15 corruptions of error_c / AlexNet's error_c.
 
     errors: {name: top-1 error in [0, 1], mean over the severities}.
     """
@@ -27,10 +27,10 @@ def mean_corruption_error(errors):
 
 
 def _counts(score, positive):
-    """Sum true and false positives down to each distinct threshold, highest first; float64."""
+    """Count true and false positives above each distinct threshold, highest first; float64."""
     score, order = score.cpu().double().sort(descending=True)             # mps has no float64
     positive = positive.cpu().double()[order]
-    # ties fall in one step
+    # Equal scores have one threshold.
     last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
     tp, fp = positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
     if not tp[-1] or not fp[-1]:
@@ -40,7 +40,7 @@ def _counts(score, positive):
 
 
 def average_precision(score, positive):
-    """AUPR: sum over thresholds of (R_n - R_{n-1}) P_n, in [0, 1].
+    """Return AUPR in [0, 1]: the sum over thresholds of (R_n - R_{n-1}) P_n.
 
     score: (n,), higher = more positive; positive: (n,) bool.
     """
@@ -50,22 +50,22 @@ def average_precision(score, positive):
 
 
 def auroc(score, positive):
-    """Area under the ROC curve in [0, 1], a tie counts half. Arguments: see average_precision."""
+    """Return the area under the ROC curve in [0, 1]; a tie counts half. See average_precision."""
     tp, fp = _counts(score, positive)
     zero = tp.new_zeros(1)
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
 
 
 def fpr95(score, positive):
-    """Share of negatives above the highest threshold that keeps 95 % of the positives."""
+    """Return the share of negatives above the highest threshold that keeps 95 % of positives."""
     tp, fp = _counts(score, positive)
     first = int((tp / tp[-1] < 0.95 - 1e-12).sum())
     return (fp[first] / fp[-1]).item()
 
 
 def wilson(share, n):
-    """Wilson's 95 % interval of a share in [0, 1] that was seen on n images: (low, high)."""
-    z = 1.959964                                          # 97.5 % of a normal lie below
+    """Return Wilson's 95 % interval (low, high) of a share in [0, 1] of n images."""
+    z = 1.959964                                          # 97.5 % of a normal distribution
     centre = share + z ** 2 / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
     scale = 1 + z ** 2 / n

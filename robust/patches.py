@@ -1,9 +1,9 @@
-"""Images of which a few patches are corrupted, and which: what a robust attention ought to find.
+"""Corrupt a few patches of images, and return which: a robust attention should find them.
 
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
-Patches are those of a ViT, numbered row by row. Random numbers depend on the image's number alone:
-every network sees the same places and, but for adversarial ones, the same pixels.
+A patch is a ViT's; patches are numbered row by row. Random numbers depend on the image's number
+alone, so every network gets the same places and, except for adversarial patches, the same pixels.
 """
 
 import torch
@@ -13,16 +13,18 @@ from data.rng import PATCH_PLACES, PATCH_VALUES, normal, uniform
 from robust.attacks import cross_entropy, input_gradient
 
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
-PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, what a random number is for
+PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, purpose of a random number
 
 
 def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
-    """Images (B, 3, S, S) float in [0, 1], corrupted, and which patches were, (B, P) bool.
+    """Corrupt patches of images (B, 3, S, S), float in [0, 1].
 
-    kind: n patches of uniform noise, black or white, or with Gaussian noise of standard deviation
-    0.3 added ("gaussian"); 12 single pixels of random colour ("pixels"), whose patches count; one
-    block of 2 x 2 patches that raises the model's loss on labels ("adversarial", in 20 steps).
-    patch: its side in pixels, divides S. Image i is number i of the random numbers.
+    kind: "noise", "black", "white" replace n patches; "gaussian" adds noise of standard deviation
+    0.3 to n patches; "pixels" recolours 12 single pixels at random; "adversarial" raises the
+    model's loss on labels with one block of 2 x 2 patches, in 20 steps. patch: the side of a patch
+    in pixels, divides S. Image i has the number i.
+
+    Returns the corrupted images and which patches were corrupted, (B, P) bool.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}, expected one of {KINDS}")
@@ -45,12 +47,12 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
 
 
 def random_places(index, n, total):
-    """n of `total` places for each image, all equally likely: (B, total) bool."""
+    """Choose n of `total` places per image, all equally likely: (B, total) bool."""
     return uniform(index, total, *PLACES).argsort(1).argsort(1) < n              # rank < n
 
 
 def random_block(index, side):
-    """2 x 2 patches of each image, as (B, side * side) bool."""
+    """Choose a block of 2 x 2 patches per image: (B, side * side) bool."""
     corner = (uniform(index, 2, *PLACES) * (side - 1)).long()          # (B, 2): row, column
     lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
     inside = (lines >= 0) & (lines < 2)
@@ -58,14 +60,14 @@ def random_block(index, side):
 
 
 def patches_to_pixels(hit, side, patch):
-    """Of patches (B, P) to pixels (B, 1, S, S)."""
+    """Expand patches (B, P) to pixels (B, 1, S, S)."""
     grid = hit.view(-1, 1, side, side)
     return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
 
 
 @torch.no_grad()
 def adversarial_patches(model, images, labels, where):
-    """The pixels `where` (B, 1, S, S) climb the cross-entropy from grey, by the gradient's sign."""
+    """Change the pixels `where` (B, 1, S, S), from grey, along the sign of the loss gradient."""
     x = torch.where(where, torch.full_like(images, 0.5), images)
     for step in range(20):
         _, _, grad = input_gradient(cross_entropy, model, x, labels)

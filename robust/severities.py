@@ -1,4 +1,4 @@
-"""Parameters of the corruptions at severities 1 to 5, as in ImageNet-C's scripts.
+"""Constants of the corruptions at severities 1 to 5, from ImageNet-C's scripts.
 
 CONSTANTS[name][table] has one entry per severity. Tables: 224 for images whose shorter side is at
 least 128 px, 64 from 48 px on, 32 below. The 244 in elastic_transform is ImageNet-C's own.

@@ -82,7 +82,7 @@ def build_model(name, size="tiny"):
     if how.get("rpc_layers") == "all":
         how["rpc_layers"] = range(SIZES[size]["depth"])
     if name.startswith("fan"):
-        return fan.FAN(fan.FANConfig(**fan.SIZES[f"fan_{size}"], **how))
+        return fan.FAN(fan.FANConfig(**fan.FAN_SIZES[f"fan_{size}"], **how))
     return ViT(ViTConfig(**SIZES[size], **how))
 
 

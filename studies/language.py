@@ -40,6 +40,7 @@ from studies.stats import detectable, holm, paired_t, show, show_p
 
 RESULTS = Path(__file__).parent / "results/language"
 STEPS, BATCH, CONTEXT, STRIDE = 1000, 8, 64, 16
+MARGIN = 0.015                                          # nats; the paper's gain is 0.031
 SHARED_FLAGS = dict(model="mini", context=CONTEXT, batch_size=BATCH, lr=2e-3, warmup=100,
                     rpc_layers="all", words=0, device="cpu")
 TEXTS = {"pydoc": "1000", "wikitext": "2000,10000"}     # text: cutoffs of its adaptive softmax
@@ -66,8 +67,9 @@ VARIANTS = {                                            # flags of train_lm.py
     "symmetric, equal cost": dict(attn="symmetric"),                # as much CPU time as rpc n4
     "softmax, equal cost": dict(attn="softmax"),
 }
+EMPTY_S = "rpc n4", "rpc n4 no S"                       # the share of S
 PAIRS = [                                               # (variant, baseline): all are tested
-    ("rpc n4", "symmetric"), ("rpc n4", "rpc n4 no S"), ("symmetric x4", "symmetric"),
+    ("rpc n4", "symmetric"), EMPTY_S, ("symmetric x4", "symmetric"),
     ("rpc n4", "symmetric x4"), ("rpc n4", "softmax"), ("rpc n2", "symmetric"),
     ("rpc n4", "symmetric, equal cost"), ("rpc n4", "softmax, equal cost")]
 
@@ -80,7 +82,7 @@ def steps_of(variant, text, costs):
     row = next((row for row in costs if row["text"] == text), None)
     if row is None:
         raise InputError(f"{RESULTS}/cost.jsonl has no row of {text}: run with --cost first")
-    return round(STEPS * row["ratio"]["rpc n4"] / row["ratio"][plain], -1)
+    return 10 * round(STEPS * row["ratio"]["rpc n4"] / row["ratio"][plain] / 10)
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -280,10 +282,21 @@ def pairs_table(rows, text):
                                "found with 80 % power", "attacked", "attack effect"])
 
 
-def share_of_gain(rows, text):
-    """Compute per seed which share of RPC's gain symmetric attention with scores x4 has, too."""
-    gain = gaps(rows, text, "clean", "rpc n4", "symmetric")
-    return [x / g for x, g in zip(gaps(rows, text, "clean", "symmetric x4", "symmetric"), gain)]
+def outcomes(rows, text):
+    """Apply the plan's table: {(variant, baseline): "better", "worse", "equal" or "open"}.
+
+    better: the variant has significantly fewer nats (p below .05 after Holm's correction). equal:
+    the 95 % interval lies within MARGIN, which comes first for S. No outcome below three seeds.
+    """
+    found = differences(rows, text)
+    p = holm({pair: d.p for pair, d in found.items()})
+
+    def outcome(pair, d):
+        within = max(abs(d.low), abs(d.high)) < MARGIN
+        if p[pair] < 0.05 and not (within and pair == EMPTY_S):
+            return "better" if d.mean < 0 else "worse"
+        return "equal" if within else "open"
+    return {pair: outcome(pair, d) for pair, d in found.items() if d.n > 2}
 
 
 def report(rows, costs):
@@ -291,9 +304,10 @@ def report(rows, costs):
     parts = []
     for text in TEXTS:
         if differences(rows, text):
-            shares = " ".join(f"{x:.2f}" for x in share_of_gain(rows, text))
+            judged = outcomes(rows, text)
             parts += [f"## {text}", variants_table(rows, text, costs), pairs_table(rows, text),
-                      f"Gain of symmetric x4 as a share of the gain of rpc n4, per seed: {shares}"]
+                      "\n".join(f"- {a} minus {b}: {judged[a, b]}" for a, b in judged)
+                      or "No outcomes below three seeds."]
     devices = sorted({row["device"] for row in rows})
     return "\n\n".join([*parts, f"Processors: {'; '.join(devices)}."]) if parts else "No pairs yet."
 

@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,6 +51,31 @@ class Started:
             self.process.kill()
             self.process.join()
         return [file.read_text() for file in self.files]
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_in(tree, words):
+    """Import the modules of `tree` instead of the tested ones, and run a command of its scripts."""
+    for name, module in list(sys.modules.items()):
+        file = Path(getattr(module, "__file__", None) or "/")
+        if ROOT in file.parents and ROOT / "tests" not in file.parents:
+            del sys.modules[name]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path != str(ROOT))]
+    os.chdir(tree)
+    sys.argv = words[words[0] == "-m":]
+    if words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def run_command(tree, words):
+    """Run "python WORDS" in a copy of the repository. Returns (exit code, stdout, stderr)."""
+    process = Started(partial(run_in, tree, words), [])
+    out, err = process.communicate()
+    return process.poll(), out, err
 
 
 def finish(process):

@@ -1,4 +1,4 @@
-"""attention.py: equal to the released code, equal to the equations, and what the loop does."""
+"""Compare attention.py with the released code and with the equations; test the table and errors."""
 
 import math
 import os
@@ -21,12 +21,12 @@ OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshol
            "causal_global_mu": dict(causal=True, mu_over="all"),
            "causal_cumulative_mu": dict(causal=True),
            "causal_token_mu": dict(causal=True, mu_over="token")}
-KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")  # of ATTENTIONS
+KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def close(got, expected, atol=1e-10):
-    """True; an AssertionError says where they differ."""
+    """Return True, or raise an AssertionError that names the difference."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
     return True
 
@@ -60,7 +60,7 @@ def nonzero(trace):
 
 # --- reference arrays -----------------------------------------------------------------------------
 
-def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(golden):
+def test_rpc_outputs_and_S_equal_the_released_code(golden):
     a = golden("attention_a")
     keys = [k for k in a if k.endswith("_h64") and "_pap_" in k]
     for key in keys:
@@ -71,7 +71,7 @@ def test_rpc_equals_the_released_code_heads_outputs_and_shares_of_nonzero_S(gold
     assert len(keys) >= 5
 
 
-def test_symmetric_and_rpc_modules_equal_the_released_code_with_gradients(golden):
+def test_modules_and_gradients_equal_the_released_code(golden):
     a = golden("attention_a")
     for key in [k for k in a if k.endswith("_y64")]:
         group, *setting, _ = key.split("_")
@@ -100,7 +100,7 @@ def test_scaled_attention_equals_the_released_code(golden, prefix, alpha):
     assert close(m(a["x"].double()), a[f"{prefix}y64"])
 
 
-def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
+def test_every_variant_of_algorithm_1_equals_its_reference(golden):
     a = golden("derived_options")
     q, k, v = a["q"], a["k"], a["v"]
     options = dict(OPTIONS, asym_q=dict(q=q), asym_causal_cumulative=dict(q=q, causal=True),
@@ -120,7 +120,7 @@ def test_every_other_reading_of_algorithm_1_equals_its_reference(golden):
 
 # --- the equations --------------------------------------------------------------------------------
 
-def test_soft_threshold_has_its_gradients_also_the_second_and_under_vmap():
+def test_soft_threshold_gradients_also_second_and_under_vmap():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -134,7 +134,7 @@ def test_soft_threshold_has_its_gradients_also_the_second_and_under_vmap():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y_and_its_gradients(form):
+def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
     n, lambd, how = 5, dict(released=1.5, paper=0.1, admm=0.1)[form], FORMS[form]      # S acts
     k, v = k.requires_grad_(), v.requires_grad_()
@@ -156,7 +156,7 @@ def test_the_loop_equals_algorithm_1_written_out_with_S_and_Y_and_its_gradients(
         assert close(a, b, atol=1e-9 * max(b.abs().max().item(), 1))
 
 
-def test_outputs_and_gradients_are_finite_without_shrinkage_and_for_a_head_of_zeros():
+def test_infinite_lambda_and_zero_keys_give_finite_gradients():
     for lambd in (4.0, math.inf):
         _, k, v = qkv(3.0)
         k[:, 1] = 0
@@ -169,10 +169,10 @@ def test_outputs_and_gradients_are_finite_without_shrinkage_and_for_a_head_of_ze
 # --- every kind -----------------------------------------------------------------------------------
 
 @every_kind
-def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_position(kind):
+def test_permuted_tokens_give_permuted_outputs(kind):
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
-        # so they start
+        # at the start S is 0
         assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)
         torch.nn.init.normal_(m.learned.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
@@ -181,7 +181,7 @@ def test_permuting_tokens_permutes_the_output_of_every_kind_without_weights_per_
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
 @pytest.mark.parametrize("attn_drop", [0, 0.3])
-def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(kind, attn_drop):
+def test_causal_outputs_do_not_depend_on_later_tokens(kind, attn_drop):
     m, x = layer(kind, pap=dict(lambd=0.5), causal=True, attn_drop=attn_drop), tokens()
     m.qkv.weight.data *= 8                                     # keys large enough that S acts
     if kind == "scaled_alpha":
@@ -197,7 +197,7 @@ def test_changing_a_token_leaves_causal_outputs_before_it_unchanged_bit_for_bit(
     assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])
 
 
-def test_under_autocast_the_state_stays_float32_and_six_steps_err_little_more_than_one():
+def test_under_autocast_the_state_stays_float32():
     torch.manual_seed(0)
     m, x = SelfAttention(48, 3, "rpc", pap=dict(n_iter=6)), torch.randn(2, 50, 48)
     once = SelfAttention(48, 3, "symmetric")
@@ -213,7 +213,7 @@ def test_under_autocast_the_state_stays_float32_and_six_steps_err_little_more_th
 
 
 @every_kind
-def test_dropout_acts_in_training_only_inside_and_after_the_attention(kind):
+def test_dropout_acts_in_training_only(kind):
     x, plain = tokens(), layer(kind)
     for how in (dict(attn_drop=0.5), dict(proj_drop=0.5)):
         m = layer(kind, **how)
@@ -228,17 +228,17 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *a, dropout_p=0.0, **k: rates.append(dropout_p) or sdpa(*a, **k))
     rpc_attention(*qkv()[1:], n_iter=3, dropout_p=0.3)
-    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last one once more
+    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last step runs again
 
 
 @every_kind
-def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind):
+def test_trace_and_key_statistics_equal_the_forward_pass(kind):
     m, x = layer(kind, pap=dict(lambd=0.3), causal=kind != "scaled_s"), 3 * tokens()
     two = torch.nn.Sequential(layer("scaled_alpha"), m)
     trace, stats = m.trace(two[0](x)), key_statistics(two.train(), two, x)
     q, k, _ = projected = m.project(two[0](x))
     assert stats["mean_abs_key"][1] == round(k.abs().mean().item(), 4)
-    assert len(stats["mean_abs_key"]) == 2 and two.training             # as it was, and no hooks
+    assert len(stats["mean_abs_key"]) == 2 and two.training             # unchanged, without hooks
     assert not m._forward_pre_hooks and list(stats["nonzero_S"]) == [1] * kind.startswith("rpc")
     if kind.startswith("rpc"):
         assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1
@@ -250,7 +250,7 @@ def test_the_trace_is_that_of_the_forward_pass_and_key_statistics_count_it(kind)
 
 
 class LearnedRPC(torch.nn.Module):
-    """PAP by another name, with settings of its own, as docs/change.md has it."""
+    """An attention that runs PAP with a learned lambda, as in docs/change.md."""
 
     def __init__(self, layer):
         super().__init__()
@@ -260,7 +260,7 @@ class LearnedRPC(torch.nn.Module):
         return rpc_attention(k, v, 3, self.log_lambd.exp())
 
 
-def test_every_pap_looks_at_and_changes_pap_wherever_a_model_runs_it(monkeypatch):
+def test_every_pap_reaches_every_rpc_attention(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (False, LearnedRPC))
     m, plain, x, steps = layer("mine"), layer("symmetric"), 3 * tokens(), []
     y, (_, k, v) = m(x), m.project(x)
@@ -269,14 +269,14 @@ def test_every_pap_looks_at_and_changes_pap_wherever_a_model_runs_it(monkeypatch
         with every_pap(lambd=math.inf):
             changed = m.attend(*m.project(x))
             assert torch.equal(plain(x), layer("symmetric")(x)) and len(steps) == 2
-        assert not torch.equal(m(x), y) and len(steps) == 4             # what is around it stays
+        assert not torch.equal(m(x), y) and len(steps) == 4     # the outer block still applies
     assert torch.equal(changed, rpc_attention(k, v, 2, math.inf))
     with pytest.raises(TypeError, match="lamda"), every_pap(lamda=1):
         m(x)
-    assert torch.equal(m(x), y) and len(steps) == 4                     # all is as it was
+    assert torch.equal(m(x), y) and len(steps) == 4                     # nothing is overridden
 
 
-def test_compiled_with_and_without_every_pap_it_is_one_graph_and_the_same():
+def test_compiled_rpc_is_one_graph_with_equal_outputs():
     m, x = layer("rpc", pap=dict(lambd=0.3, n_iter=2)), 3 * tokens()
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
     assert close(compiled(x), m(x), atol=1e-12)
@@ -323,7 +323,7 @@ def test_a_module_in_the_table_learns_its_parameters(monkeypatch):
 @pytest.mark.parametrize("entry,match", [
     (nearest, "own_queries, function"), ((True, lambda q, k, v, layer: v[:, :, :1]), "returned"),
     ((True, lambda q, k, v, layer: v.mT), r"returned .*expected .*\(2, 3, 10, 8\)")])
-def test_a_wrong_entry_of_the_table_is_an_error(entry, match, monkeypatch):
+def test_a_wrong_entry_in_ATTENTIONS_is_an_error(entry, match, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", entry)
     with pytest.raises(ValueError, match=f"mine.*{match}"):
         layer("mine")(tokens())
@@ -333,7 +333,8 @@ def test_a_wrong_entry_of_the_table_is_an_error(entry, match, monkeypatch):
     (dict(kind="fog"), "attn='fog'"), (dict(pap=dict(form="typo")), "form='typo'"),
     (dict(pap=dict(lamda=3)), "'lamda'"), (dict(pap=dict(mu_over="some")), "mu_over='some'"),
     (dict(pap=dict(lambd=-1.0)), "lambd=-1"), (dict(pap=dict(n_iter=0)), "n_iter=0"),
-    (dict(pap=dict(threshold="under")), "threshold='under'"), (dict(pap=dict(mu_dim="x")), "mu_dim"),
+    (dict(pap=dict(threshold="under")), "threshold='under'"),
+    (dict(pap=dict(mu_dim="tokens")), "mu_dim='tokens'"),
     (dict(pap=dict(dual_sign=2)), "dual_sign=2"), (dict(kind="scaled_s", causal=True), "scaled_s")])
 def test_unknown_settings_of_a_layer_are_errors(how, match):
     with pytest.raises(ValueError, match=match):

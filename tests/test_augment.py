@@ -1,4 +1,4 @@
-"""The batched augmentations against PIL, image by image, and against the laws they follow."""
+"""The batched augmentations agree with PIL image by image, and their numbers follow their laws."""
 
 import math
 
@@ -16,13 +16,13 @@ LEVELS = (0.0, 0.31, 0.62, 0.83, 0.9, 0.957, 1.0)                        # x = l
 
 
 def augment(images, positions, seed, erase=0.25):
-    """Both halves of the recipe, with the random shift of small images."""
+    """Run both halves of the recipe, with the random shift of small images."""
     return to_float(augment_uint8(images, positions, seed, pad=4, num_ops=2), positions, seed,
                     erase)
 
 
 def make_images(n=6, H=48, W=64, seed=0):
-    """Smooth colour fields of different contrast, then white noise, then one flat image. uint8."""
+    """Make uint8 images: smooth colours of different contrast, white noise, one flat image."""
     rng = torch.Generator().manual_seed(seed)
     coarse = torch.rand(n, 3, 6, 8, generator=rng)
     low, span = (torch.rand(n, 3, 1, 1, generator=rng) for _ in range(2))
@@ -34,7 +34,7 @@ def make_images(n=6, H=48, W=64, seed=0):
 
 
 def on_pil(images, f):
-    """f(PIL image) applied to each image; returns a batch again."""
+    """Apply f to each image as PIL image; return a batch."""
     out = [np.asarray(f(Image.fromarray(image.permute(1, 2, 0).numpy()))) for image in images]
     return torch.from_numpy(np.stack(out)).permute(0, 3, 1, 2)
 
@@ -44,7 +44,7 @@ def full(images, value):
 
 
 def ours(name, images, x, sign):
-    """Operation `name` at level 10 x, and its argument."""
+    """Run operation `name` at level 10 x; return its result and its argument."""
     op, argument = OPS[name]
     a = argument(torch.tensor(x, dtype=torch.float64), torch.tensor(sign, dtype=torch.float64))
     return op(images, full(images, a)), a.item()
@@ -83,7 +83,7 @@ PIL_GEOMETRIC = {
 
 
 def worst(name, images, pil):
-    """An operation's largest error over levels and signs, the largest share of wrong values."""
+    """Return an operation's largest error over levels and signs, and the share of wrong values."""
     errors = []
     for x in LEVELS:
         for sign in (1.0, -1.0):
@@ -94,7 +94,7 @@ def worst(name, images, pil):
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_equals_pils(name):
-    """Tone: bit for bit, but for AutoContrast, as PIL rounds its slope before it truncates.
+    """Tone operations are equal except AutoContrast, whose slope PIL rounds before it truncates.
 
     Geometry: float32 against PIL's double before truncation, so under 1 % of the values differ, by
     one level. Most do where the exact result is a whole number at many pixels, as in a shift by
@@ -183,7 +183,7 @@ def test_flip_and_shift_follow_their_numbers():
 # --- random erasing -------------------------------------------------------------------------------
 
 def erase(positions):
-    """Erased constant images (2.0: no noise equals it) and the mask of erased pixels (n, H, W)."""
+    """Erase constant images (2.0, unlike noise); return them and the erased pixels (n, H, W)."""
     images = torch.full((len(positions), 3, 32, 32), 2.0)
     u = uniform(positions, ERASE_COLUMNS, 0, 1)
     out = random_erase(images, u, positions, 0, 1.0)
@@ -191,7 +191,7 @@ def erase(positions):
 
 
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
-    """(top, left, height, width) of the box in 96 x 96 pixels, after tries that do not fit."""
+    """Return the box (top, left, height, width) in 96 x 96 pixels, after tries that do not fit."""
     tall = 0.5 - 0.5 * math.log(3) / math.log(0.3)  # three times as high as wide: 96 x 32
     u = torch.tensor([[prob_u, top_u, left_u, *[1 - 2 ** -24] * misses, *[area_u] * (10 - misses),
                        *[tall] * misses, *[ratio_u] * (10 - misses)]])

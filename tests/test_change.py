@@ -3,11 +3,11 @@
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_command
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
@@ -38,7 +38,7 @@ def apply(diff, tree):
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
-def test_a_change_applies_and_its_command_runs(section, programs, tmp_path):
+def test_change_applies_and_runs(section, programs, tmp_path):
     tree = shutil.copytree(programs, tmp_path / "tree")
     diffs = blocks("diff", section)
     assert diffs or blocks("sh", section)
@@ -50,8 +50,7 @@ def test_a_change_applies_and_its_command_runs(section, programs, tmp_path):
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("--device mps", ""), comments=True)    # not everywhere
         assert words[0] == "python", line
-        done = subprocess.run([sys.executable, *words[1:], *SMALL.get(words[1], "").split()],
-                              cwd=tree, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        code, out, err = run_command(tree, [*words[1:], *SMALL.get(words[1], "").split()])
+        assert code == 0, out + err
         for said in re.findall(r"^prints `(.+?)`", section, re.M):
-            assert re.search(said, done.stdout), (said, done.stdout)
+            assert re.search(said, out), (said, out)

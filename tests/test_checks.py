@@ -128,4 +128,4 @@ def test_checks_run_with_few_classes(linear, capsys, classes):
         return inner(x)[:, :classes]
 
     found = checks.rivals(model, x, model(x).argmax(1), 8 / 255, {}, {})
-    assert "PGD, APGD leave" in found[1]
+    assert "PGD and APGD together" in found[1]

@@ -1,4 +1,4 @@
-"""Scenes, CIFAR-10, ImageNet's layout, files: equal to other readings, the same in every batch."""
+"""Scenes, CIFAR-10, ImageNet's layout and broken files: compared with PIL, and across batches."""
 
 import io
 import pickle
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding 
 
 
 def photo(width, height, seed=0, mode="RGB"):
-    """A smooth random picture with some edges, as PIL image."""
+    """Make a smooth random PIL image with some edges."""
     rng = np.random.default_rng(seed)
     image = Image.fromarray(rng.integers(0, 256, (6, 7, 3), dtype=np.uint8))
     image = image.resize((width, height), Image.BICUBIC)
@@ -71,7 +71,7 @@ def test_splits_of_scenes_are_disjoint():
 
 
 def test_scenes_do_not_change_between_versions():
-    """Pinned, with room for another machine's rounding: networks and results are of these."""
+    """Numbers are pinned up to rounding, because trained networks and results depend on them."""
     images, labels, masks = render_scenes(torch.arange(40))
     assert labels[:12].tolist() == [4, 0, 7, 6, 7, 8, 0, 0, 4, 8, 7, 5]
     mean, spread = images.double().mean((2, 3)), images.double().std((2, 3)).mean(0)
@@ -100,14 +100,14 @@ def test_holdout_and_keep_best_hold_scenes_out():
                                                  (0, True, [36, 4]), (5, True, [35, 5])):
         assert [len(split.labels) for split in load_data(args, "cpu")] == counts
     args.holdout = 40
-    with pytest.raises(InputError, match="--holdout 40: expected 1 to 39, because there are 40 training"):
+    with pytest.raises(InputError, match="--holdout 40: expected 1 to 39"):
         load_data(args, "cpu")
 
 
 # --- CIFAR-10 -------------------------------------------------------------------------------------
 
 def fake_cifar(folder, test="test"):
-    """A tree of 2 training and 1 test PNG per class; returns the tensors it should load as."""
+    """Write 2 training and 1 test PNG per class; return the expected tensors."""
     expected = {}
     for split, n in (("train", 2), (test, 1)):
         images = []
@@ -122,7 +122,7 @@ def fake_cifar(folder, test="test"):
 
 
 def write_batches(folder, train, test):
-    """torchvision's own files, with these images in them."""
+    """Write torchvision's files with these images."""
     root = folder / "cifar-10-batches-py"
     root.mkdir(parents=True)
     parts = [(f"data_batch_{i + 1}", train[0][4 * i:4 * i + 4], train[1][4 * i:4 * i + 4])
@@ -159,7 +159,7 @@ def test_other_folders_than_cifar_are_rejected(tmp_path):
 # --- ImageNet's layout ----------------------------------------------------------------------------
 
 def pil_eval_crop(image, size, crop_pct=0.875):
-    """Resize the short side, crop the centre: an independent version in PIL."""
+    """Resize the short side and crop the centre with PIL."""
     short = int(size / crop_pct)
     width, height = image.size
     wide = max(short, int(short * width / height))
@@ -297,7 +297,7 @@ def test_bad_files_are_named(tree_dir, damage):
 
 
 def png(*chunks):
-    """A PNG file of (type, content) chunks, with valid checksums."""
+    """Return a PNG file made of (type, content) chunks, with valid checksums."""
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(content)) + kind + content + struct.pack(">I", crc32(kind + content))
         for kind, content in chunks)
@@ -324,7 +324,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
 
 
 def test_broken_pngs_never_kill_the_process(tmp_path):
-    """libpng inside torchvision does: with one changed byte, or valid checksums around nonsense."""
+    """Change one byte, or put valid checksums around invalid pixels; libpng dies at both."""
     whole, rows = encoded(photo(24, 16, mode="L"), "PNG").tobytes(), bytes(72)
     header = grey_header(8, 8)
     for i in range(8, len(whole), max(len(whole) // 60, 1)):
@@ -344,8 +344,8 @@ def test_broken_pngs_never_kill_the_process(tmp_path):
     assert {*named.stdout.split()} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_texts_and_profiles_do_not_hide_an_image():
-    """Pillow rejects a file with a text of a megabyte, or with an empty one."""
+def test_texts_and_profiles_hide_no_image():
+    """Pillow alone rejects a file with a compressed text of two megabytes."""
     chunks = [grey_header(8, 8), (b"zTXt", b"a\0\0" + compress(bytes(2 ** 21))), (b"iCCP", b"?"),
               (b"IDAT", compress((b"\0" + b"\x07" * 8) * 8)), (b"IEND", b"")]
     image = decode(np.frombuffer(png(*chunks), np.uint8), "x")

@@ -1,4 +1,4 @@
-"""What docs/differences.md and the lecture say of the paper's mathematics, by numbers."""
+"""Check by numbers the corrections in docs/differences.md and the lecture."""
 
 import math
 
@@ -14,22 +14,22 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_the_coefficients_of_an_axis_add_up_to_0_so_that_theorem_1_subtracts_nothing():
+def test_coefficients_of_an_axis_sum_to_0():
     axes = kpca.kernel_pca(draw(N, D))
     a = kpca.coefficients(axes, N - 1)
     assert (a.mean(0).abs() < 1e-9 * a.abs().mean(0)).all()
-    v = (axes.c / 2 - axes.log_g).exp()[:, None] * a            # a / g, without the mean's part
+    v = (axes.c / 2 - axes.log_g).exp()[:, None] * a            # a / g, without the mean
     assert torch.allclose(v, kpca.theoretical_values(axes, N - 1), atol=1e-9 * v.abs().max())
 
 
-def test_the_inverse_of_section_2_2_2_does_not_exist():
+def test_the_inverse_in_section_222_does_not_exist():
     centring = torch.eye(N, dtype=torch.float64) - 1 / N
     assert torch.linalg.svdvals(centring)[-1] < 1e-14           # singular to rounding
-    G = kpca.kernel_pca(draw(N, D)).G                           # and what is lost is not seen by G~
+    G = kpca.kernel_pca(draw(N, D)).G                           # G~ does not depend on the mean
     assert G.sum(1).abs().max() < 1e-12 * G.abs().max()
 
 
-def test_centring_the_query_moves_all_outputs_by_one_vector_which_is_not_0():
+def test_centring_the_query_shifts_outputs_by_one_vector():
     q, k = draw(2, N, D)
     axes = kpca.kernel_pca(k)
     h = kpca.kernel_projections(q, k, axes, 3)
@@ -40,7 +40,7 @@ def test_centring_the_query_moves_all_outputs_by_one_vector_which_is_not_0():
     assert (moved - moved[0]).abs().max() < 1e-9 and moved[0].abs().max() > 1e-3
 
 
-def test_another_key_changes_the_features_of_a_query_and_a_key_that_stay():
+def test_one_changed_key_changes_all_features():
     q, k = draw(2, N, D)
     other = torch.cat([k[:-1], 2 * k[-1:]])
 
@@ -50,9 +50,9 @@ def test_another_key_changes_the_features_of_a_query_and_a_key_that_stay():
     assert not torch.allclose(dot(k), dot(other), rtol=1e-3)
 
 
-def test_the_next_matrix_undoes_any_invertible_map_of_the_values_and_the_measure_ignores_it():
+def test_invertible_maps_of_values_change_no_measure():
     q, k, v = draw(3, N, D)
-    R, W = draw(2, D, D, seed=1)                                # R is no rotation
+    R, W = draw(2, D, D, seed=1)                                # R is not a rotation
     h, turned = softmax_attention(q, k, v), softmax_attention(q, k, v @ R)
     assert torch.allclose(h @ W, turned @ (torch.linalg.inv(R) @ W), atol=1e-9)
     axes = kpca.kernel_pca(k)
@@ -61,7 +61,7 @@ def test_the_next_matrix_undoes_any_invertible_map_of_the_values_and_the_measure
     assert torch.allclose(*cosines, atol=1e-6)
 
 
-def test_released_has_a_threshold_that_shrinks_when_keys_grow_and_paper_one_in_their_unit():
+def test_thresholds_scale_with_keys_as_stated():
     k = draw(1, 2, N, D)
     mean = k.abs().mean((2, 3), keepdim=True)
     assert torch.allclose(4 * penalty(k), 2 / mean)                         # lambda 4, two heads
@@ -69,7 +69,7 @@ def test_released_has_a_threshold_that_shrinks_when_keys_grow_and_paper_one_in_t
     assert torch.allclose(4 / penalty(k, mu_dim="head"), 16 * mean)
 
 
-def test_algorithm_2_diverges_in_its_order_and_ends_at_a_wrong_L_in_the_other():
+def test_algorithm_2_as_printed_misses_L():
     low = draw(60, 2) @ draw(2, 40, seed=1)
     M = low + torch.where(draw(60, 40, seed=2) > 1.645, 8.0, 0.0)
     lambd, mu = 60 ** -0.5, M.numel() / (4 * M.abs().sum())
@@ -94,7 +94,7 @@ def test_algorithm_2_diverges_in_its_order_and_ends_at_a_wrong_L_in_the_other():
     assert run(mu, -1, False)[1] > 0.1
 
 
-def test_a_projection_error_is_never_negative_but_that_of_other_values_is_whatever_their_size():
+def test_projection_errors_are_positive_but_J_varies():
     q, k, v = draw(3, N, D)
     phi2 = kpca.log_phi2(q, k)
     theory = kpca.theoretical_values(kpca.kernel_pca(k), N - 1)

@@ -27,7 +27,8 @@ from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
-from eval_robust import Images, Loaded, Run, pack, parse_measure, read_rows, table, unpack
+from eval_robust import (Images, Loaded, Run, pack, parse_measure, read_rows, rows_table as table,
+                         unpack)
 from robust import attacks, checks, corruptions, metrics
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
@@ -634,7 +635,8 @@ def attacked(model, name, eps, right, settings=(), **more):
     row, = made_up(model, dict(fog=0))
     settings = dict(eps=eps, **dict(settings))
     return row | dict(name=name, settings=settings, images=len(right), right=pack(right),
-                      max_linf=eps, outside=0.0, top1=100 * right.double().mean().item(), top5=100.0) | more
+                      max_linf=eps, outside=0.0, top1=100 * right.double().mean().item(),
+                      top5=100.0) | more
 
 
 def test_mce_needs_imagenet_and_all_severities():

@@ -97,7 +97,8 @@ def test_segmenter_rows_equal_plain_loop(segmented):
         for name in ("fog", "contrast"))]
     for row, model in zip(rows, [*models] * 3):
         def change(image, i, severity):
-            return corruptions.corrupt(image[None], row["settings"]["type"], severity, seed=4, index=[i])[0]
+            kind = row["settings"]["type"]
+            return corruptions.corrupt(image[None], kind, severity, seed=4, index=[i])[0]
 
         numbers = [row[name] for name in ("pixel_accuracy", "mean_accuracy", "mean_iou")]
         if row["name"] == "clean":

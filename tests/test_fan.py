@@ -1,4 +1,4 @@
-"""fan.py: the published models, their attention, their weights; every script takes them."""
+"""Compare fan.py with the published models; test weights from files and the scripts."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import peers
 import train_cls
 from common import InputError
 from conftest import SHARED
-from fan import FAN, SIZES, BatchNorm, FANConfig
+from fan import FAN, FAN_SIZES, BatchNorm, FANConfig
 from processes import group
 from studies import probe
 from runs import call, log
@@ -34,7 +34,7 @@ def small(**kind):
 
 
 def reference_model(weights, pos_features, dtype, **kind):
-    """Our model with the reference's weights and its position code, float32 numbers."""
+    """Build our model with the weights and the position code of the reference, float32."""
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)
     weights = {k: v for k, v in weights.items() if k in m.state_dict()}
     load_weights(m, weights)
@@ -48,7 +48,7 @@ def part(arrays, prefix):
 
 # --- equal to the references --------------------------------------------------------------------
 
-def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
+def test_logits_and_block_outputs_equal_the_reference(golden):
     a = golden("model_fan")
     assert part(a, "sd/").keys() == small(attn="softmax").state_dict().keys()
     m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, attn="softmax")
@@ -67,7 +67,7 @@ def test_logits_and_the_tokens_after_each_block_are_the_references(golden):
 @pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(),
                     reason="too large for a clone")
 @pytest.mark.parametrize("kind", ["symmetric", "rpc"])
-def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(golden, kind):
+def test_symmetric_fans_and_gradients_equal_the_released_code(golden, kind):
     a = golden("model_fan_symmetric")
     weights = part(a, f"{kind}/sd/")
     assert set(weights) == set(small(attn=kind).state_dict())
@@ -82,7 +82,7 @@ def test_the_symmetric_models_are_those_of_the_papers_authors_with_gradients(gol
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
+def test_gradients_equal_the_model_written_out(golden, kind):
     a, (settings, rpc), seen = golden("model_fan"), KINDS[kind], []
     m, weights = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, **settings)
     theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k)
@@ -103,37 +103,37 @@ def test_every_gradient_equals_that_of_the_model_written_out(golden, kind):
 def test_parameters_and_multiplications_are_the_published_ones():
     def build(attn, size="fan_tiny", **how):
         with torch.device("meta"):
-            return FAN(FANConfig(**SIZES[size], attn=attn, **how)).eval()
+            return FAN(FANConfig(**FAN_SIZES[size], attn=attn, **how)).eval()
 
     def count(*which, **how):
         return sum(p.numel() for p in build(*which, **how).parameters())
     assert count("softmax") == 7_319_920 and count("symmetric") == count("rpc") == 6_801_136
     assert count("softmax", "fan_small") == 28_345_336
     assert count("symmetric", "fan_small") == 26_275_576
-    assert count("rpc", class_attn="softmax") == 6_875_248  # as all were before
+    assert count("rpc", class_attn="softmax") == 6_875_248  # with queries
     with FlopCounterMode(display=False) as products:
         build("softmax")(torch.zeros(1, 3, 224, 224, device="meta"))
-    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4  # 1.49 with those of the norms
+    assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4  # 1.49 with the norms
 
 
 # --- the model -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("patch_size,widths,tokens",
                          [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
-def test_a_stem_for_small_images_is_the_end_of_the_large_one(patch_size, widths, tokens):
-    m = FAN(FANConfig(**SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
+def test_a_small_stem_ends_the_large_one(patch_size, widths, tokens):
+    m = FAN(FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
     assert [c.out_channels for c in m.patch_embed.modules()
             if isinstance(c, torch.nn.Conv2d)] == widths
     assert m.config.num_tokens == tokens
 
 
-def test_the_drop_path_rate_is_the_same_in_every_block_and_none_meets_the_class_token():
+def test_drop_path_has_one_rate_in_patch_blocks():
     m = small(attn="softmax", drop_path=0.3).train()
     assert [block.drop_path for block in m.blocks] == [0.3, 0.3]
     x = torch.randn(2, 17, 32)
     assert torch.equal(m.cls_attn_blocks[0](x), m.cls_attn_blocks[0](x))
     x = torch.randn(1, 16, 32).expand(400, 16, 32)
-    for block, other in zip(m.blocks, ("gamma1", "gamma2")):    # one branch of two is left
+    for block, other in zip(m.blocks, ("gamma1", "gamma2")):    # only one branch remains
         torch.nn.init.zeros_(getattr(block, other))
         assert 0.2 < (block(x) == x).all(2).all(1).float().mean() < 0.4
 
@@ -153,8 +153,8 @@ def test_initial_weights_and_the_eps_of_every_norm():
         assert len(norms) == 11
 
 
-def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch):
-    """Of eight values, where a sample's variance is not a population's."""
+def test_batch_norm_over_processes_equals_pytorch(monkeypatch):
+    """Only eight values, so that the variances of sample and population differ."""
     ours, theirs, x = BatchNorm(3), torch.nn.BatchNorm2d(3), torch.randn(2, 3, 2, 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -164,7 +164,7 @@ def test_batch_norm_over_processes_keeps_the_statistics_of_pytorchs(monkeypatch)
         torch.testing.assert_close(ours.state_dict()[name], value)
 
 
-def test_pytorchs_norm_for_gpus_takes_the_place_of_every_norm_with_its_weights():
+def test_sync_batch_norm_replaces_every_norm():
     m, x = small().eval(), torch.rand(2, 3, 64, 64)
     before, logits = m.state_dict(), m(x)
     m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)
@@ -172,15 +172,15 @@ def test_pytorchs_norm_for_gpus_takes_the_place_of_every_norm_with_its_weights()
     assert m.state_dict().keys() == before.keys() and torch.equal(m(x), logits)
 
 
-# --- weights from files, and what is refused -----------------------------------------------------
+# --- weights from files, and errors --------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [dict(patch_size=32), dict(class_attn="rpc")])
-def test_what_cannot_be_built_is_refused(bad):
+def test_wrong_settings_are_errors(bad):
     with pytest.raises(InputError, match=next(iter(bad))):
         FANConfig(**{**SMALL, **bad})
 
 
-def test_files_of_the_fan_authors_load_and_other_classes_get_a_new_head(tmp_path):
+def test_released_fan_files_load_with_a_new_head(tmp_path):
     m = small(attn="softmax")
     torch.save(dict(epoch=300, arch="fan", state_dict=m.state_dict()), tmp_path / "fan.pth.tar")
     file, again = common.load(tmp_path / "fan.pth.tar"), small(attn="softmax", num_classes=7)
@@ -199,11 +199,11 @@ RUN = f"--model fan_tiny {SIZE}"
 
 @pytest.fixture
 def tiny(alone, monkeypatch):
-    """fan_tiny is even smaller here."""
-    monkeypatch.setitem(SIZES, "fan_tiny", TINY)
+    """Make fan_tiny smaller for the tests."""
+    monkeypatch.setitem(FAN_SIZES, "fan_tiny", TINY)
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_batch_norms(tiny):
+def test_resumed_fan_run_is_bit_identical(tiny):
     flags = f"{RUN} --epochs 2 --ema 0.9 --drop_path 0.2"
     call(train_cls.main, flags, "--out_dir whole")
     call(train_cls.main, flags, "--out_dir parts --max_steps 5")
@@ -216,7 +216,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit_with_its_average_and_its_bat
     assert log("whole") == log("parts") and len(log("whole")) == 16
 
 
-def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
+def test_two_processes_equal_one(tiny):
     group(train_cls.main, [*RUN.split(), "--out_dir", "two", "--max_steps", "8"])
     call(train_cls.main, RUN, "--out_dir one --max_steps 8")
     losses = [list(log(name).values()) for name in ("two", "one")]
@@ -227,18 +227,23 @@ def test_two_processes_equal_one_in_losses_and_in_batch_norms(tiny):
         torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-4)
 
 
-def test_every_consumer_of_a_classifier_takes_a_fan(tiny):
+def test_init_evaluation_and_probe_accept_a_fan(tiny):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
     config = classifier_from_checkpoint(common.load("rpc")).config
     assert (config.attn, config.class_attn) == ("rpc", "symmetric")
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
+    assert common.load("rpc")["architecture"] == "fan"
+    old = common.load("rpc")
+    del old["architecture"]                                 # as in files of earlier versions
+    assert type(classifier_from_checkpoint(old)) is FAN
     call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
+    assert common.load("vit")["architecture"] == "vit"
     call(eval_robust.main, "--ckpt rpc sym vit --measures clean pgd corruptions --severities 1",
          "--limit 4 --out_dir e")
     table = Path("e/table.md").read_text()
-    assert all(kind in table for kind in ("fan rpc 4iter/layer1", "fan symmetric",
-                                          "| rpc 4iter/layer1"))
+    assert all(kind in table for kind in ("fan rpc 4iter/layer0", "fan symmetric",
+                                          "| rpc 4iter/layer0"))
     model, _ = probe.load_model("rpc")
     heads = probe.capture(model, torch.rand(2, 3, 16, 16))
     assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

@@ -1,4 +1,4 @@
-"""Photos and masks of your own: which files are found, held out and evaluated."""
+"""Your own photos and masks: which files are found, held out and evaluated."""
 
 import os
 import struct
@@ -39,7 +39,7 @@ def an_empty_folder(tmp_path, monkeypatch):
 
 
 def make(root, count, side=40, classes=CLASSES):
-    """count images of each class, root/<class>/<i>.png, of `side` pixels and more."""
+    """Write `count` images per class, root/<class>/<i>.png, with `side` pixels or more."""
     rng = np.random.default_rng(0)
     for name in classes:
         Path(root, name).mkdir(parents=True)
@@ -49,13 +49,13 @@ def make(root, count, side=40, classes=CLASSES):
 
 
 def evaluated(root, **trained):
-    """The images that an evaluation on this folder loads."""
+    """Load the images for an evaluation on this folder."""
     return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None)
 
 
 # --- what is held out -----------------------------------------------------------------------------
 
-def test_a_tenth_chooses_and_a_tenth_is_reported():
+def test_one_tenth_chooses_another_is_reported():
     for n, n_val, n_test in ((0, 0, 0), (1, 0, 0), (2, 0, 1), (3, 1, 1), (14, 1, 1), (40, 4, 4)):
         paths = [f"root/a/{i}.jpg" for i in range(n)]
         val, test = hold_out_by_name(paths, "root")
@@ -76,7 +76,7 @@ def test_new_files_move_at_most_one_other():
                 assert len((old ^ now) - {new}) <= 1
 
 
-def test_held_out_parts_are_disjoint_and_per_class():
+def test_held_out_parts_are_disjoint():
     counts = dict(zebra=3, cat=5, dog=20, owl=40)
     for name, count in counts.items():
         make("photos", count, classes=[name])
@@ -91,7 +91,7 @@ def test_held_out_parts_are_disjoint_and_per_class():
     assert largest_share(load_photos("photos", "test", 32)) == 50
 
 
-def test_given_folders_report_val_and_choose_within_train():
+def test_given_val_folder_is_reported():
     make("split/train", 12)
     make("split/val", 3)
     _, files = find_photos("split", keep_best=True)
@@ -223,8 +223,8 @@ def test_hidden_files_do_not_count():
     assert classes == CLASSES and len(files["all"]) == 9
 
 
-def test_names_that_are_not_utf_8_are_printed():
-    """In a process of its own, because pytest's captured output accepts more than a terminal."""
+def test_names_outside_utf_8_are_printed():
+    """Run the script in a process, because pytest accepts text that a terminal rejects."""
     make("photos", 4)
     os.rename("photos/owl", os.fsdecode(b"photos/\xfchu"))
     Path(os.fsdecode(b"photos/cat/\xe9.png")).write_bytes(b"nothing")
@@ -232,12 +232,12 @@ def test_names_that_are_not_utf_8_are_printed():
     os.rename("photos", os.fsdecode(b"ph\xf6tos"))
     done = subprocess.run(
         [sys.executable, ROOT / "train_cls.py", "--data_dir", b"ph\xf6tos", "--max_steps", "1",
-         "--out_dir", "a", "--no-keep_best"], text=True, capture_output=True,
-        env={**os.environ, "LC_ALL": "C.UTF-8"})
+         "--out_dir", b"\xe4", "--no-keep_best"], text=True, capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
     assert done.returncode == 0, done.stderr
     for words in ("cannot decode ph\\xf6tos/cat/\\xe9.png", "cat/\\xe9.heic", "\\xfchu"):
         assert words in done.stdout, words
-    assert common.load("a")["classes"] == ["\\xfchu", "cat", "dog"]
+    assert common.load(os.fsdecode(b"\xe4"))["classes"] == ["\\xfchu", "cat", "dog"]
 
 
 def test_another_folder_is_evaluated_whole(capsys):
@@ -331,7 +331,7 @@ def test_animated_gif_becomes_its_first_frame():
 # --- masks ----------------------------------------------------------------------------------------
 
 def masks(root, values, n=20, mode="L"):
-    """n pairs whose annotations contain these values, in blocks."""
+    """Write n pairs whose annotations contain these values, in blocks."""
     for part in ("images", "annotations"):
         Path(root, part).mkdir(parents=True)
     for i in range(n):
@@ -430,7 +430,7 @@ def test_every_listing_of_masks_follows_one_rule(capsys):
 
 
 def grey_png(path, values, bits):
-    """A grey PNG of `bits` bits, which Pillow reads but does not write."""
+    """Write a grey PNG with `bits` bits per pixel, which Pillow reads but does not write."""
     packed = np.zeros((values.shape[0], values.shape[1] * bits // 8), np.uint8)
     for k in range(8 // bits):
         packed |= values[:, k::8 // bits] << (8 - bits - k * bits)

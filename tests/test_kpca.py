@@ -1,4 +1,4 @@
-"""kpca.py against numbers by hand, two independent programs (golden), and its own theory."""
+"""Compare kpca.py with numbers by hand, with two independent programs (golden), and with theory."""
 
 import pytest
 import torch
@@ -67,16 +67,16 @@ def test_causal_attention_agrees_with_golden(golden):
     assert_close(attend(z["q"], z["k"], z["v"], causal=True).square().sum(-1), z["h2"], 1e-10)
 
 
-def test_above_is_the_share_of_tokens_with_h_longer_than_phi():
+def test_above_counts_tokens_with_h_longer_than_phi():
     h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
     assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
 
-def test_exact_scaling_agrees_with_golden_and_stays_finite_for_long_keys(golden):
+def test_exact_scaling_is_exact_and_finite(golden):
     z = golden("derived_options")
     assert_close(exact_scaling(z["exactS/k"], z["v"]), z["exactS/S"] @ z["v"], 0, 1e-10)
     _, k, v = draw(0, 64, 64, size=16.0)
-    assert exact_scaling(k, v).isfinite().all()     # where the ratio of softmaxes overflows
+    assert exact_scaling(k, v).isfinite().all()     # a ratio of softmaxes would overflow
 
 
 @pytest.mark.parametrize("how, end", [(dict(tol=1e-12), ""), (dict(max_iter=5), "_after5")])
@@ -137,14 +137,14 @@ def test_theorem_1_is_exact(N, D, size):
     assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # not 1 / sqrt(noise)
 
 
-def test_there_are_fewer_axes_than_different_keys_and_their_sign_is_no_chance():
+def test_axes_are_fewer_than_keys_with_fixed_sign():
     assert kernel_pca(draw(5, N=12)[1].repeat(2, 1)).rank == 11
     assert all(kernel_pca(draw(seed, N=2, D=1, size=0.1)[1]).rank <= 1 for seed in range(20))
     U = kernel_pca(draw(5)[1]).U
     assert (U.gather(0, U.abs().argmax(0, keepdim=True)) > 0).all()
 
 
-def test_any_basis_of_eigenvectors_gives_them_back_and_zero_for_a_column_too_many():
+def test_ritz_recovers_eigenvectors_from_any_basis():
     axes = kernel_pca(draw(11)[1])
     a = axes.U[:, :4] @ draw(1, N=4, D=4)[2]
     found = ritz(axes, torch.cat([a, a[:, :1]], 1))
@@ -152,7 +152,7 @@ def test_any_basis_of_eigenvectors_gives_them_back_and_zero_for_a_column_too_man
     assert_close(found[:, 4], torch.zeros(24))
 
 
-def test_values_made_by_theorem_1_give_their_eigenvectors_back():
+def test_values_of_theorem_1_recover_their_eigenvectors():
     _, k, _ = draw(11)
     axes = kernel_pca(k)
     a = a_hat(theoretical_values(axes, 8), axes.log_g)

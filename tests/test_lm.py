@@ -1,4 +1,4 @@
-"""lm.py: equal to lmtool, causal in every kind, probabilities of all words, memory."""
+"""Compare lm.py with lmtool; test causality, probabilities of all words, and memory."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ import lm
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
 from conftest import ROOT
-from lm import LM, SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
+from lm import LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
 from studies import leak
 from upstream import LMTOOL, lmtool_model
 
@@ -21,7 +21,7 @@ OUTPUTS = {"full": (), "adaptive": (8, 16, 32)}
 
 
 def small(seed=0, vocab_size=53, gain=1.0, **kind):
-    """float64, eval mode; gain multiplies the keys, so that they reach the threshold and S acts."""
+    """Build a float64 model in eval mode. gain multiplies the keys, so that S is not empty."""
     torch.manual_seed(seed)
     model = LM(LMConfig(vocab_size, **{**SMALL, **kind})).double().eval()
     for block in model.blocks:
@@ -47,7 +47,7 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
     nats = model(a["tokens"].T, a["targets"].T)
     assert_close(hidden.transpose(0, 1), a["hidden"], 1e-5)
     assert_close(nats.T, a["nll"], 1e-5)
-    # as its terms: a float32 of 6.9 has steps of 5e-7
+    # float32 numbers near 6.9 have steps of 5e-7
     assert_close(nats.mean().double(), a["loss"], 1e-5)
     nats.mean().backward()
     for theirs, ours in (("word_emb.emb_layers.0.weight", model.embed.weight),
@@ -63,7 +63,7 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
 def test_parameter_counts_are_the_papers():
     def count(**kind):
         with torch.device("meta"):
-            return sum(p.numel() for p in LM(LMConfig(267_735, **SIZES["paper"],
+            return sum(p.numel() for p in LM(LMConfig(267_735, **LM_SIZES["paper"],
                                                       **kind)).parameters())
     cutoffs = (20_000, 40_000, 200_000)
     assert count(cutoffs=cutoffs) == 44_018_394 and count() == 44_018_394 - 387
@@ -71,7 +71,7 @@ def test_parameter_counts_are_the_papers():
 
 
 class Own(torch.nn.Module):
-    """An attention that says how its parameters start."""
+    """An attention that initialises its own parameters."""
 
     def __init__(self, layer):
         super().__init__()
@@ -82,10 +82,10 @@ class Own(torch.nn.Module):
         return symmetric_attention(k, v, causal=layer.causal)
 
 
-def test_initial_weights_are_lmtools_and_an_attentions_own_what_it_says(monkeypatch):
+def test_initial_weights_follow_lmtool_except_in_attentions(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (False, Own))
     torch.manual_seed(0)
-    model = LM(LMConfig(3000, **SIZES["mini"], attn="mine", cutoffs=(100, 1000)))
+    model = LM(LMConfig(3000, **LM_SIZES["mini"], attn="mine", cutoffs=(100, 1000)))
     for name, p in model.named_parameters():
         if name.endswith("log_lambd"):
             assert p == torch.tensor(4.0).log()
@@ -108,7 +108,7 @@ def test_dropout_acts_everywhere_but_on_attention_weights():
     assert [(x == 0).any().item() for x in seen] == [True, True]
 
 
-def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
+def test_rpc_layers_have_rpc_and_all_others_symmetric():
     model = small(attn="rpc", rpc_layers=(2, 0), pap=dict(n_iter=2))
     assert [b.attn.attn for b in model.blocks] == ["rpc", "symmetric", "rpc"]
     assert model.blocks[0].attn.pap["n_iter"] == 2 and model.config.rpc_layers == (0, 2)
@@ -119,8 +119,8 @@ def test_rpc_layers_are_rpc_the_others_symmetric_and_other_kinds_have_none():
 # --- causality ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mu_over", ["seen", "token", "all"])
-def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(mu_over):
-    """Of a network of PAP and symmetric layers; each attention by itself: test_attention.py."""
+def test_only_mu_over_all_tokens_reads_later_words(mu_over):
+    """A network of PAP and symmetric layers. test_attention.py tests each attention alone."""
     model, seen = small(attn="rpc", rpc_layers=(0, 1), gain=50, pap=dict(mu_over=mu_over)), []
     model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
     hidden = model.hidden(words())
@@ -132,22 +132,22 @@ def test_no_output_depends_on_a_later_word_unless_mu_is_over_all_tokens(mu_over)
 
 
 def look_ahead(q, k, v, layer):
-    """An attention that is masked, and leaks: the values are those of the word after."""
+    """A masked attention that leaks: each value comes from the next word."""
     return symmetric_attention(k, v.roll(-1, 2), causal=layer.causal)
 
 
 def one_maximum(q, k, v, layer):
-    """Causal attention whose softmax subtracts one maximum of all scores: float noise, no leak."""
+    """Causal attention that subtracts the maximum of all scores: rounding errors, but no leak."""
     scores = k @ k.mT / k.shape[-1] ** 0.5
     weights = (scores - scores.amax((-2, -1), keepdim=True)).exp().tril()
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
+@pytest.mark.parametrize("size", LM_SIZES)
+def test_a_missing_causal_mask_is_found(size, monkeypatch):
     def look(attn="mine", **pap):
         torch.manual_seed(0)
-        model = LM(LMConfig(2000, **SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
+        model = LM(LMConfig(2000, **LM_SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
         state = torch.random.get_rng_state()
         found = reads_the_future(model)
         assert model.training and torch.equal(state, torch.random.get_rng_state())
@@ -159,14 +159,14 @@ def test_a_look_at_the_future_is_found_before_training(size, monkeypatch):
         assert look() is expected
 
 
-def test_a_trained_model_with_a_mean_over_all_words_is_found_to_leak():
+def test_a_trained_model_with_mu_over_all_leaks():
     model = lm_from_checkpoint(common.load(ROOT / "weights/pydoc_rpc.pt"))
     assert not reads_the_future(model)
     model.blocks[0].attn.pap["mu_over"] = "all"
     assert reads_the_future(model)
 
 
-def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one_cannot():
+def test_training_exploits_mu_over_all_tokens():
     assert leak.train("all", steps=120)[-1] < 0.1
     for mu in ("seen", "token"):
         assert abs(leak.train(mu, steps=120)[-1] - math.log(2)) < 2e-3
@@ -175,7 +175,7 @@ def test_a_model_trained_with_a_global_mu_reads_the_future_and_with_a_causal_one
 # --- output layer ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("cutoffs", [*OUTPUTS.values(), (1, 52)])
-def test_probabilities_sum_to_one_and_nats_are_minus_their_logarithm(cutoffs):
+def test_probabilities_sum_to_one_and_equal_nats(cutoffs):
     model = small(cutoffs=cutoffs)
     torch.nn.init.normal_(model.bias)
     if cutoffs:
@@ -189,7 +189,7 @@ def test_probabilities_sum_to_one_and_nats_are_minus_their_logarithm(cutoffs):
 
 
 @pytest.mark.parametrize("num_logits", [1, 100])
-def test_chunks_change_neither_nats_nor_gradients_and_one_holds_few_logits(num_logits, monkeypatch):
+def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
     monkeypatch.setitem(lm.CHUNK, "cpu", num_logits)
     monkeypatch.setattr(lm, "MIN_ROWS", 1)
     made, wide = [], lm.wide
@@ -205,7 +205,7 @@ def test_chunks_change_neither_nats_nor_gradients_and_one_holds_few_logits(num_l
     assert torch.autograd.gradcheck(lambda *x: chunked_nll(*x, t), (h, W, b))
 
 
-def test_clusters_without_a_target_have_zero_gradients_not_none():
+def test_clusters_without_targets_have_zero_gradients():
     model = small(cutoffs=OUTPUTS["adaptive"])
     model(words(vocab_size=8), words(vocab_size=8, seed=2)).mean().backward()
     assert model.bias.grad[:8].ne(0).all() and model.bias.grad[8:].eq(0).all()
@@ -229,12 +229,12 @@ def test_under_bf16_autocast_nats_are_float32_and_close(output):
 
 # --- sampling -------------------------------------------------------------------------------------
 
-GREEDY = 1e-6  # so low a temperature that the likeliest word is certain
+GREEDY = 1e-6  # a temperature at which the likeliest word is certain
 
 
-def test_greedy_text_is_the_most_probable_word_again_and_again_also_past_the_context():
+def test_greedy_text_takes_the_most_probable_words():
     model = small(attn="rpc", rpc_layers=(0,), cutoffs=OUTPUTS["adaptive"])
-    model.embed.weight.data *= 50                       # else positions decide, not words
+    model.embed.weight.data *= 50                       # so that words matter more than positions
     for tokens in (words(T=9), words(T=30)):  # 30: cropped for the model, kept
         text, n = model.generate(tokens, 6, GREEDY), tokens.shape[1]
         assert torch.equal(text[:, :n], tokens)
@@ -255,7 +255,7 @@ def test_samples_follow_temperature_and_generator():
 
 # --- bad input ------------------------------------------------------------------------------------
 
-def test_a_window_longer_than_the_context_and_a_sample_of_what_reads_the_future_are_refused():
+def test_long_windows_and_leaking_samplers_are_errors():
     with pytest.raises(RuntimeError):
         small().hidden(words(T=13))
     with pytest.raises(InputError, match="mu_over"):
@@ -264,7 +264,7 @@ def test_a_window_longer_than_the_context_and_a_sample_of_what_reads_the_future_
     assert small(pap=dict(mu_over="all")).generate(words(), 1).shape == (2, 13)
 
 
-def test_an_impossible_configuration_is_refused_by_name():
+def test_an_impossible_configuration_is_an_error():
     for change in (dict(cutoffs=(16, 8)), dict(cutoffs=(8, 53)), dict(cutoffs=(0, 8)),
                    dict(attn="linear"), dict(rpc_layers=(3,), attn="rpc")):
         with pytest.raises(InputError, match=next(iter(change))):

@@ -1,4 +1,4 @@
-"""look.py prints what a network answers, draws what its layers do, refuses what it cannot draw."""
+"""Test the answers that look.py prints, the maps that it draws, and its errors."""
 
 import csv
 import sys
@@ -38,7 +38,7 @@ def classifier(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Calls the script's main with these flags: what it prints, or the line with which it stops."""
+    """Call main with these flags; return what it prints, or the line of its error."""
     def call(*flags):
         monkeypatch.setattr(sys, "argv", ["look.py", *map(str, flags)])
         try:
@@ -49,7 +49,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_printed_classes_and_sizes_of_s_equal_the_model(run, classifier, tmp_path):
+def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
     model, path = classifier
     result = run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
     scene = load_shapes("test", 4)
@@ -79,8 +79,8 @@ def test_your_own_image_gets_no_noise_unless_asked(run, classifier, tmp_path):
     assert "noise" not in run(*flags) and "3 of 64 patches are noise" in run(*flags, "--noise", 3)
 
 
-def test_attention_is_what_the_layer_gives_the_class_token():
-    """The drawn row is the mean over heads of what a layer's own attention does, of every kind."""
+def test_drawn_attention_equals_the_layer():
+    """The drawn attention is the mean over heads of the layer's attention, for every kind."""
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
@@ -144,13 +144,13 @@ def test_a_map_goes_from_black_to_light_yellow():
     assert drawn.tolist() == [[0, 0, 4], [181, 54, 122], [252, 253, 191], [252, 253, 191]]
 
 
-def test_a_large_picture_is_averaged_when_it_gets_small():
-    """Black and white columns of a pixel each become grey, not the one or the other."""
+def test_a_large_picture_is_averaged():
+    """Black and white columns, one pixel wide, become grey."""
     stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
     assert (middle_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
 
 
-def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, classifier, tmp_path):
+def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
     model, path = classifier
     folder = tmp_path / "photos"
     for name, seed in (("b", 0), ("a", 1)):
@@ -159,7 +159,7 @@ def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, cl
         Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
     (folder / "b" / "1.jpg").write_text("no image")
     (folder / "notes.txt").write_text("no image")
-    images = load_photos(folder, "all", 32).images                 # of both: nothing is held out
+    images = load_photos(folder, "all", 32).images                 # of both folders
     expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
     result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
@@ -167,7 +167,7 @@ def test_a_folder_becomes_a_table_of_the_chances_that_an_evaluation_sees(run, cl
     assert [Path(row[0]) for row in rows] == [Path("a/0.PNG"), Path("b/0.PNG")]
     assert "left out" in result and "b/1.jpg" in result and all(row[1] in result for row in rows)
 
-    # one of them alone
+    # one image alone
     one = run("--ckpt", path, "--image", folder / "a" / "0.PNG", "--out", tmp_path / "a.png")
     assert one.split()[1:3] == [rows[0][1], f"{100 * float(rows[0][2]):.1f}"]
 
@@ -180,7 +180,7 @@ def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
     assert sum(float(share) for share, *_ in shares) == pytest.approx(100, abs=2)
 
 
-def test_bad_input_is_refused_in_one_line(run, classifier, tmp_path):
+def test_bad_input_gives_one_line(run, classifier, tmp_path):
     _, path = classifier
     text = tmp_path / "text.jpg"
     text.write_text("no picture")

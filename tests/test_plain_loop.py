@@ -188,7 +188,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
     call(train_lm.main, **f)
     f, corpus = SimpleNamespace(**f), load_corpus("text")
     torch.manual_seed(f.seed)
-    model = LM(LMConfig(len(corpus.vocab), **{**lm.SIZES["mini"], "context": 12}, attn="rpc",
+    model = LM(LMConfig(len(corpus.vocab), **{**lm.LM_SIZES["mini"], "context": 12}, attn="rpc",
                         rpc_layers=(0, 2), dropout=0.2, cutoffs=(6, 15),
                         pap=dict(n_iter=3, lambd=0.3, form="paper", mu_over="token")))
     optimizer = torch.optim.Adam(model.parameters())

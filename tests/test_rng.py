@@ -1,4 +1,4 @@
-"""data/rng.py: uniform numbers, independent, the same in every version, each for one purpose."""
+"""data/rng.py: numbers are uniform, independent and the same in every version."""
 
 import math
 
@@ -32,7 +32,7 @@ def test_numbers_are_uniform_and_independent():
 
 
 def test_numbers_do_not_change_between_versions():
-    """Pinned: a stopped run goes on with a newer file only if these stay."""
+    """A stopped run can only resume with newer code if these numbers stay."""
     got = (uniform(torch.tensor([0, 1, 2 ** 31 - 1]), 2, 0, 10) * 2 ** 24).long().tolist()
     assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
 

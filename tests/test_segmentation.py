@@ -1,5 +1,5 @@
-"""Images with a label for every pixel: the transforms are mmsegmentation's, their numbers depend on
-(seed, sample) alone, and a folder that is not as it should be ends in a line that names the file.
+"""Images with a label for every pixel: the transforms agree with mmsegmentation's, random numbers
+depend on (seed, sample) only, and an error names the file that is wrong.
 """
 
 from argparse import Namespace
@@ -24,7 +24,7 @@ from segmenter import SegmenterConfig
 
 @pytest.fixture
 def root(tmp_path):
-    """Training and validation images 0.png, 1.png, ... of 4 classes: blocks of colour."""
+    """Write training and validation images 0.png, 1.png, ... with blocks of 4 classes."""
     make_pairs(tmp_path / "pairs")
     return tmp_path / "pairs"
 

@@ -1,4 +1,4 @@
-"""Claims about segmenter.py: equal to upstream's code; what it counts and refuses.
+"""Compare segmenter.py with upstream's code; test its scores, its memory and its errors.
 
 The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32;
 tolerance 1e-4.
@@ -13,7 +13,7 @@ from common import InputError
 from conftest import SHARED
 from vit import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
-                       predict_classes, predict_views, scores, sliding_windows, view)
+                       predict_classes, predict_views, scores, view, window_corners)
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -36,7 +36,7 @@ def reference_model(arrays, **kind):
 
 
 def close(got, expected, atol=1e-4):
-    """True; an AssertionError says where they differ."""
+    """Return True, or raise an AssertionError that names the difference."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol, check_dtype=False)
     return True
 
@@ -44,7 +44,7 @@ def close(got, expected, atol=1e-4):
 # --- equal to references --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(golden, name):
+def test_every_kind_equals_upstream_with_gradients(golden, name):
     a = golden(name)
     m = reference_model(a, **REFERENCES[name])
     close(m.encoder.encode(m.encoder.tokens(a["input"], m.encoder.pos_embed)), a["encoder_tokens"])
@@ -61,7 +61,7 @@ def test_every_kind_equals_upstream_in_tokens_masks_logits_loss_and_gradients(go
         close(m.get_parameter(key[5:]).grad, a[key])
 
 
-def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
+def test_windows_and_views_equal_upstream(golden):
     a, m = golden("seg_sliding"), reference_model(golden("seg_mask"))
     window, stride, shape = int(a["window"]), int(a["stride"]), a["ori_shape"].tolist()
     views = []
@@ -72,7 +72,7 @@ def test_sliding_windows_and_views_equal_upstream_with_their_anchors(golden):
         h, w = views[-1][0].shape[1:]
         assert [h, w] == a[f"resized_shape_{i}"].tolist()
         anchors = [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
-        assert sliding_windows(h, w, window, stride) == anchors
+        assert window_corners(h, w, window, stride) == anchors
         close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
     p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
     close(p, a["prob_mean"])
@@ -115,7 +115,7 @@ def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder)
 
 @pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(),
                     reason="too large for a clone")
-def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
+def test_rpc_decoder_and_gradients_equal_the_released_code(golden):
     a = golden("seg_decoder_rpc")
     K, P, C, H, side = a["config"].tolist()
     d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc",
@@ -134,7 +134,7 @@ def test_the_rpc_decoder_is_that_of_the_papers_authors_with_gradients(golden):
     (dict(decoder_attn="rpc"), "softmax softmax", "rpc symmetric"),
     (dict(attn="sym_asym"), "rpc softmax", "softmax softmax"),
     (dict(attn="scaled_alpha"), "scaled_alpha scaled_alpha", "softmax softmax")])
-def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, decoder):
+def test_encoder_and_decoder_layers_have_their_attention(kind, encoder, decoder):
     m = small(**kind, pap=dict(n_iter=3, lambd=0.7, form="paper"))
     parts = [[b.attn for b in part.blocks] for part in (m.encoder, m.decoder)]
     assert [" ".join(attn.attn for attn in part) for part in parts] == [encoder, decoder]
@@ -142,7 +142,7 @@ def test_every_layer_of_encoder_and_decoder_has_its_attention(kind, encoder, dec
     assert parts[0][0].pap == parts[1][0].pap and parts[1][0].pap["n_iter"] == 3
 
 
-def test_dropout_acts_in_the_decoder_and_drop_path_in_the_encoder():
+def test_decoder_has_dropout_and_encoder_drop_path():
     m = small(drop_path=0.5)
     blocks = [*m.encoder.blocks, *m.decoder.blocks]
     assert [b.drop_path for b in blocks] == [0, 0.5, 0, 0]
@@ -161,7 +161,7 @@ def test_initial_weights_are_upstreams():
                and n.endswith(".weight"))
 
 
-def test_padding_is_the_mean_colour_and_is_cropped_away():
+def test_padding_is_mean_colour_and_cropped_away():
     m, x = small(), torch.rand(2, 3, 27, 50)
     padded = torch.tensor(m.config.mean).view(1, 3, 1, 1).repeat(2, 1, 32, 56)
     padded[:, :, :27, :50] = x
@@ -170,7 +170,7 @@ def test_padding_is_the_mean_colour_and_is_cropped_away():
         close(m(x), m(padded)[:, :, :27, :50], atol=1e-5)
 
 
-def test_a_grid_of_another_shape_has_positions_of_its_own_also_where_it_has_as_many_patches():
+def test_positions_follow_the_shape_of_the_grid():
     m, x = small(), torch.rand(1, 3, 16, 64)                                # 2 x 8, not 4 x 4
     pos = resize_pos_embed(m.encoder.pos_embed, (2, 8), "bilinear")
     tokens = m.encoder.tokens((x - m.encoder.mean) / m.encoder.std, pos)
@@ -193,7 +193,7 @@ def test_under_autocast_logits_are_float32_and_near():
 
 @torch.no_grad()
 def one_window_at_a_time(model, image, size, window, stride, scales, flip):
-    """The definition: every window by itself, logits summed over pixels, softmax per view, mean."""
+    """Predict by the definition: mean logits of all windows, softmax per view, mean over views."""
     def resize(x, hw):
         return F.interpolate(x, size=hw, mode="bilinear", align_corners=False)
     h, w = image.shape[1:]
@@ -235,7 +235,7 @@ def test_predict_equals_one_window_at_a_time(hw, how):
 @pytest.mark.parametrize("chunk", [1, 2 * 50 * 70, 2 ** 24])
 @pytest.mark.parametrize("how", [{}, dict(scales=(0.5, 1.0), flip=True)])
 def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
-    monkeypatch.setattr(segmenter, "CHUNK", chunk)          # one, two or all of 4 classes at a time
+    monkeypatch.setattr(segmenter, "MAX_LOGITS", chunk)     # one, two or all of 4 classes at a time
     m, image = small(), torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
     how = dict(size=40, window=32, stride=24, **how)
     first, second = predict(m, image, **how).topk(2, dim=0).values
@@ -244,7 +244,7 @@ def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
 
 
 def test_classes_need_no_map_per_class(monkeypatch):
-    monkeypatch.setattr(segmenter, "CHUNK", 2 ** 20)        # 90 maps hold 10.8 million numbers
+    monkeypatch.setattr(segmenter, "MAX_LOGITS", 2 ** 20)        # 90 maps hold 10.8 million numbers
     m, image = small(num_classes=90), torch.zeros(3, 300, 400, dtype=torch.uint8)
     sizes = []
 
@@ -256,10 +256,10 @@ def test_classes_need_no_map_per_class(monkeypatch):
             return result
     with Record():
         predict_classes(m, image, size=32, window=32, stride=32)
-    assert max(sizes) <= segmenter.CHUNK
+    assert max(sizes) <= segmenter.MAX_LOGITS
 
 
-def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_leaves_the_mode():
+def test_evaluation_uses_index_and_change_and_keeps_mode():
     torch.manual_seed(0)
     source = [(torch.randint(0, 256, (3, 32, 40), dtype=torch.uint8),
                torch.randint(0, 4, (32, 40), dtype=torch.uint8)) for _ in range(5)]
@@ -278,9 +278,9 @@ def test_an_evaluation_is_of_the_images_asked_for_changed_by_their_numbers_and_l
     assert torch.equal(sum(parts), sum(expected)) and torch.equal(parts[1], counts)
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
-def test_what_cannot_be_built_or_predicted_is_refused():
+def test_wrong_settings_and_windows_are_errors():
     for bad in (dict(decoder_attn="both"), dict(num_classes=1), dict(num_classes=256),
                 dict(image_size=36)):
         with pytest.raises(InputError, match=next(iter(bad))):

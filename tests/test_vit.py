@@ -1,4 +1,4 @@
-"""vit.py, and weights/ with a ViT: the published models, their weights, and what is refused."""
+"""Compare vit.py with the published models; test foreign weights (checkpoints.py) and errors."""
 
 import argparse
 import io
@@ -34,7 +34,7 @@ def reference_model(arrays, dtype, **kind):
 # --- equal to references --------------------------------------------------------------------------
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_symmetric_and_rpc_models_equal_the_released_code_with_gradients(golden, variant):
+def test_models_and_gradients_equal_the_released_code(golden, variant):
     a = golden("model_symvit")
     m = reference_model(a, torch.float64, **VARIANTS[variant])
     got = m.features(a["x"].double())
@@ -60,11 +60,11 @@ def test_scaled_and_softmax_models_equal_their_references(golden, name, kind):
     torch.testing.assert_close(got, a["logits64"], rtol=0, atol=1e-10)
 
 
-def test_timms_deit_has_the_same_keys_and_logits_with_its_own_state_dict():
+def test_timm_deit_weights_give_the_same_logits():
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     theirs = timm.create_model("deit_tiny_patch16_224").eval()
-    for p in theirs.parameters():                                # so that nothing is zero or one
+    for p in theirs.parameters():                                # no weight is 0 or 1
         torch.nn.init.normal_(p, std=0.05)
     ours = ViT(ViTConfig(**SIZES["tiny"], attn="softmax")).eval()
     assert set(ours.state_dict()) == set(theirs.state_dict())
@@ -94,7 +94,7 @@ def test_parameter_counts_are_the_papers(size):
 
 # --- the model ------------------------------------------------------------------------------------
 
-def test_rpc_layers_choose_the_attention_of_each_layer_also_of_ones_own(monkeypatch):
+def test_rpc_layers_choose_the_attention_per_layer(monkeypatch):
     for name in ("mine", "yours"):
         monkeypatch.setitem(ATTENTIONS, name, (False, lambda q, k, v, layer: v))
     monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
@@ -132,8 +132,8 @@ def test_both_inits_are_those_of_the_results():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("attn", ("rpc", "scaled_s", "scaled_alpha"))
-def test_every_kind_exports_with_a_batch_of_any_size_also_to_onnx(attn):
-    """The file is written where the package onnx is installed; without it, all but that is done."""
+def test_every_attention_exports_with_any_batch_size(attn):
+    """The ONNX file is written only if the package onnx is installed."""
     m, images = small(attn=attn, pap=dict(n_iter=2)), torch.rand(5, 3, 32, 32)
     sizes = {0: torch.export.Dim("batch", max=99)}
     program = torch.export.export(m, (images[:3],), dynamic_shapes=(sizes,), strict=False)
@@ -145,7 +145,7 @@ def test_every_kind_exports_with_a_batch_of_any_size_also_to_onnx(attn):
         assert str(e) == "Module onnx is not installed!"
 
 
-def test_drop_path_drops_whole_samples_in_training_only_keeps_the_mean_and_grows_by_layer():
+def test_drop_path_drops_samples_and_grows_by_layer():
     torch.manual_seed(0)
     block, x = small(drop_path=0.4).blocks[1], torch.randn(1, 5, 48).expand(2000, 5, 48)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_drop_path_drops_whole_samples_in_training_only_keeps_the_mean_and_grows
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
-def test_what_cannot_be_built_and_images_of_another_shape_or_type_are_refused():
+def test_wrong_settings_and_images_are_errors():
     for bad in (dict(image_size=30), dict(attn="fog"), dict(num_heads=7), dict(init="zeros"),
                 dict(rpc_layers=(7,), attn="rpc")):
         with pytest.raises(InputError, match=next(iter(bad))):
@@ -172,7 +172,7 @@ def test_what_cannot_be_built_and_images_of_another_shape_or_type_are_refused():
 
 # --- weights from files ---------------------------------------------------------------------------
 
-def test_fine_tuning_at_another_size_resizes_positions_as_deit_and_says_what_it_adapted():
+def test_another_image_size_resizes_positions_as_deit():
     big, model = small(image_size=56, num_classes=7, attn="symmetric"), small(attn="symmetric")
     torch.nn.init.ones_(big.head.bias)
     pos, own = model.pos_embed, {name: w.clone() for name, w in big.head.state_dict().items()}
@@ -206,13 +206,13 @@ def released(**change):
     (dict(attn="symmetric"), released(), "rpc"),
     (dict(attn="rpc"), released(layer=-1), "rpc_layers"),
     (dict(attn="rpc"), released(robust=False), "symmetric")])
-def test_weights_that_do_not_fit_are_refused(kind, weights, match):
+def test_weights_that_do_not_fit_are_errors(kind, weights, match):
     with pytest.raises(InputError, match=match):
         load_weights(small(**kind), weights)
 
 
 @pytest.mark.parametrize("kind", ["scaled_s", "scaled_alpha"])
-def test_scaled_attention_loads_by_the_released_codes_name_of_s(kind):
+def test_scaled_attention_loads_released_names(kind):
     torch.manual_seed(0)
     config = ViTConfig(**{**TINY, "embed_dim": 64, "num_heads": 1, "attn": kind})
     model = ViT(config)
@@ -239,7 +239,7 @@ def test_wrapped_foreign_weights_load(file):
     x = torch.rand(2, 3, 32, 32)
     assert torch.equal(model(x), RAW(x)) and not model.training
     assert row == dict(weights="model", num_heads=1, eps=1e-6, normalize="imagenet")
-    assert [note.split()[0] for note in notes] == ["num_heads", "eps", "normalize"]
+    assert [note.split()[0] for note in notes] == ["--num_heads", "--norm_eps", "--normalize"]
 
 
 @pytest.mark.parametrize("name", ["model_ema", "state_dict_ema"])
@@ -266,18 +266,18 @@ def test_assumptions_about_a_foreign_file_can_be_replaced():
 @pytest.mark.parametrize("change,match", [
     (dict(norm_pre=torch.ones(64)), "norm_pre"), (dict(dist_token=torch.ones(1, 1, 64)), "dist_"),
     (dict(teacher_cls_token=torch.ones(1, 1, 64)), "several networks")])
-def test_a_foreign_vit_with_other_parts_is_an_error(change, match):
+def test_a_foreign_vit_with_unknown_parts_fails(change, match):
     file = {name + ".weight" * (name == "norm_pre"): w for name, w in change.items()}
     with pytest.raises(InputError, match=match):
         foreign_vit({**RAW_WEIGHTS, **file})
 
 
-def test_a_foreign_backbone_without_a_head_is_an_error():
+def test_a_foreign_backbone_without_head_is_an_error():
     with pytest.raises(InputError, match="head"):
         foreign_vit({name: w for name, w in RAW_WEIGHTS.items() if not name.startswith("head.")})
 
 
-def test_a_foreign_file_says_its_shapes():
+def test_settings_of_a_foreign_file_follow_its_shapes():
     raw = small(attn="softmax", embed_dim=64, num_heads=1, mlp_ratio=2.0).state_dict()
     assert foreign_settings(raw) == dict(embed_dim=64, depth=2, num_heads=1, patch_size=8,
                                          mlp_ratio=2.0, attn="softmax")
@@ -287,21 +287,21 @@ def test_a_foreign_file_says_its_shapes():
         assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
 
 
-def test_weights_say_which_flags_of_the_trainer_they_need():
+def test_weights_set_the_flags_of_the_trainer():
     config = ViTConfig(**SIZES["small"], image_size=64, attn="softmax")
     with torch.device("meta"):
         raw = ViT(config).state_dict()
     ours = dict(task="classification", model_config=asdict(config))
     for file in (raw, {"model": raw}, ours, {**ours, "architecture": "vit"}):
         assert flags_for(file, SIZES) == dict(model="small", patch_size=16, image_size=64)
-    assert flags_for(SOFT, SIZES) == dict(patch_size=8, image_size=32)      # no size of ours
+    assert flags_for(SOFT, SIZES) == dict(patch_size=8, image_size=32)      # not a size in SIZES
     for other in (dict(task="classification", model_config=dict(cls_depth=2)),
                   {**ours, "architecture": "fan"}, {**ours, "task": "segmentation"},
                   dict(a=torch.ones(1))):
         assert flags_for(other, SIZES) == {}
 
 
-def test_the_unused_queries_of_a_released_sym_asym_file_are_left_out():
+def test_unused_queries_of_released_files_are_dropped():
     m, again = small(attn="sym_asym"), small(attn="sym_asym", depth=2)
     weights, x = dict(m.state_dict()), torch.rand(2, 3, 32, 32)
     for end, w in (("weight", torch.randn(48, 48)), ("bias", torch.randn(48))):

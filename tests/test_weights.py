@@ -1,4 +1,4 @@
-"""The networks in weights/ are what its README says: small, of the default recipe, as good."""
+"""The networks in weights/ have the recipe and the accuracy that their README states."""
 
 import platform
 import re
@@ -35,7 +35,7 @@ REBUILD = {"classification": classifier_from_checkpoint, "segmentation": segment
 
 
 @pytest.mark.parametrize("name", sorted(STATED))
-def test_a_file_says_what_made_it_in_todays_names_and_holds_no_optimiser_and_no_path(name):
+def test_shipped_files_store_settings_and_no_paths(name):
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
     assert checkpoint["args"]["seed"] == 0 and not checkpoint.get("optimizer")
     words = {k: v for k, v in checkpoint.items() if k not in ("model", "vocab")}
@@ -44,7 +44,7 @@ def test_a_file_says_what_made_it_in_todays_names_and_holds_no_optimiser_and_no_
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, scenes, monkeypatch):
+def test_classifiers_have_the_stated_recipe_and_accuracy(name, scenes, monkeypatch):
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
     monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2]])
     today = vars(train_cls.get_args()[0])
@@ -60,13 +60,13 @@ def test_a_classifier_is_of_the_default_recipe_and_as_accurate_as_stated(name, s
 
 def test_the_segmenter_is_as_accurate_as_stated():
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
-    source = Scenes("test", 400, 32)                        # a quarter of them, to be quick
+    source = Scenes("test", 400, 32)                        # a quarter of the scenes, for speed
     found = evaluate(model, source, size=32, window=32, stride=32)[0]["mean_iou"]
     assert found == pytest.approx(float(STATED["seg_shapes_rpc"]), abs=2)
 
 
 def test_the_language_model_is_as_good_as_stated(tmp_path):
-    """Another Python has another documentation: there the number says nothing."""
+    """Skipped on other versions of Python, because their documentation differs."""
     checkpoint = common.load(WEIGHTS / "pydoc_rpc.pt")
     model = lm_from_checkpoint(checkpoint)
     corpus = load_corpus(pydoc_folder(tmp_path))

@@ -32,7 +32,7 @@ def test_equal_cost_steps_follow_measured_ratios():
     costs = [dict(text="pydoc", ratio={"symmetric": 1.0, "softmax": 0.8, "rpc n4": 1.6})]
     found = [language.steps_of(name, "pydoc", costs)
              for name in ("rpc n4", "symmetric, equal cost", "softmax, equal cost")]
-    assert found == [language.STEPS, 1.6 * language.STEPS, 2 * language.STEPS]
+    assert list(map(str, found)) == ["1000", "1600", "2000"]        # a flag of train_lm.py
     with pytest.raises(InputError, match="--cost"):
         language.steps_of("softmax, equal cost", "wikitext", costs)
 
@@ -48,6 +48,15 @@ def test_differences_are_paired_by_seed():
             row("symmetric", 0, 4.1), row("symmetric", 1, 4.4), row("symmetric", 3, 9.0)]
     d = language.differences(rows, "pydoc")["rpc n4", "symmetric"]
     assert d.n == 2 and d.mean == pytest.approx(-0.15)
+
+
+@pytest.mark.parametrize("gaps, outcome", [
+    ((-0.20, -0.21, -0.19), "better"), ((0.20, 0.21, 0.19), "worse"),
+    ((0.002, -0.002, 0.001), "equal"), ((-0.20, 0.21, 0.01), "open"), ((-0.20, -0.21), None)])
+def test_outcome_follows_the_plan(gaps, outcome):
+    rows = [row(name, seed, 4.0 + gap * (name == "rpc n4")) for seed, gap in enumerate(gaps)
+            for name in ("rpc n4", "symmetric")]
+    assert language.outcomes(rows, "pydoc").get(("rpc n4", "symmetric")) == outcome
 
 
 def test_attack_effect_excludes_swapped_targets():
