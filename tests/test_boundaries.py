@@ -33,8 +33,6 @@ def test_robust_is_a_library(path):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "data").glob("*.py")), ids=lambda p: p.name)
 def test_data_import_no_model(path):
-    if path.name == "views.py":
-        pytest.xfail("data/views.py imports resize and IGNORE from segmenter.py")
     assert not {name.split(".")[0] for name in imports(path)} & (MODELS | {"robust"})
 
 
