@@ -376,7 +376,7 @@ if wanted("where"):
     figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handletextpad=0.4)
     others = common.read_log(arms.RESULTS / "where_is_s/rows.jsonl")
     for row in others:                      # three networks trained from other seeds
-        if row["network"] == "rpc 4iter/layer1" and row["step"] == 2000:
+        if row["network"] == "rpc 4iter/layer0" and row["step"] == 2000:
             for kind in ("noise", "adversarial"):
                 for score in ("S, step 4", "distance"):
                     name = f"{kind}: AUC of {score}"
