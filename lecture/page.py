@@ -171,7 +171,7 @@ def page():
     parts = [f'<section id="{anchor_of(text)}">\n{to_html(text)}</section>\n'
              for text in sections()]
     links = [(anchor_of(text), title_of(text)) for text in sections()]
-    links[1:1] = [("try", "Try it: the network in your browser"), ("attack", "Attack it")]
+    links[1:1] = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
     nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
     return document(nav + "<main>\n" + parts[0] + live() + "".join(parts[1:]) + "</main>", SCRIPTS)

@@ -3,10 +3,10 @@
     python -m lecture.walkthrough                    # all: 3 minutes on one CPU core
     python -m lecture.walkthrough ruler leak         # some
     python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or your own picture
-    python -m lecture.walkthrough --out_dir lecture/pictures               # those in the text
+    python -m lecture.walkthrough --out_dir lecture/pictures     # replace the pictures of the text
 
-An editor can run the cells one by one; each cell needs only the first one. The networks are those
-in weights/. Nothing is trained except the toy of `leak`. Studies are read from their stored rows.
+An editor can run the cells one by one; each cell needs only the first one. The networks come
+from weights/. Nothing is trained except the toy of `leak`. Studies are read from their stored rows.
 """
 
 # %% Shared by all pictures: flags, four small networks, colours.
@@ -104,7 +104,7 @@ def entropy(K2):
 
 
 def received(K2):
-    """Return the attention that each token gets from the others, mean over heads: (B, N)."""
+    """Return the attention that each token gets from other tokens, mean over heads: (B, N)."""
     A = weights(K2).mean(1)                                         # (B, N, N)
     return (A - torch.diag_embed(A.diagonal(dim1=1, dim2=2))).mean(1)
 
@@ -165,7 +165,7 @@ def save(figure, name, **numbers):
         display(drawn)                      # noqa: F821: a notebook defines it
 
 
-# %% The idea, and what came out: where S should be, where S is, and what it is worth.
+# %% The idea and the result: where S should be, where S is, accuracy under attack.
 if wanted("idea"):
     model, numbers = network("rpc"), {}
     corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
@@ -258,7 +258,7 @@ if wanted("projection"):
          w=(by_features - kpca.attend(q, keys, values)).abs().max())
 
 
-# %% 2. How far does training go? One ruler for all values, of five softmax networks.
+# %% 2. One ruler for trained values and their controls, from five softmax networks.
 if wanted("ruler"):
     rows = probe.read_csv(arms.RESULTS / "kpca/trained.csv")
     sources = {"noise": "iid", "random matrix": "x W", "another head's": "other",
@@ -294,7 +294,7 @@ if wanted("ruler"):
          way_high=way.mean() + half)
 
 
-# %% 3. Does L + S approach K, and is S sparse? Three variants of Algorithm 1, and ADMM itself.
+# %% 3. The residual and the share of S by step: three variants of Algorithm 1, and ADMM.
 if wanted("residual"):
     attn, x = next(layers(network("rpc"), scenes(64)[0]))
     _, k, v = attn.project(x)
@@ -329,7 +329,7 @@ if wanted("residual"):
         ax.set(xlabel="step", xlim=(0.7, 17.5), xticks=[1, 4, 8, 12])
         ax.axvline(4, **CONTROL)
 
-    # Is the output of attention low-rank? Directions that hold 90 % of the sum of squares.
+    # Count the directions that hold 90 % of the sum of squares: is the output low-rank?
     for name, x in {"V": v, "L": symmetric_attention(k, v)}.items():
         squares = torch.linalg.svdvals(x.double()).square().cumsum(-1)
         below = squares < 0.9 * squares[..., -1:]
@@ -337,7 +337,7 @@ if wanted("residual"):
     save(figure, "residual", **numbers)
 
 
-# %% 4. Where is S? Do corrupted patches have more of it?
+# %% 4. Rank patches by S, by the size of the key, and by the distance from the mean key.
 if wanted("where"):
     model, images, numbers = network("rpc"), scenes(300)[0], {}
     looks = {"S, step 1": look("rpc", fillstyle="none", linestyle=""),
@@ -345,7 +345,7 @@ if wanted("where"):
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
     figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
-    headline(figure, "S ranks noisy patches last: it follows the size of the key")
+    headline(figure, "S ranks noisy patches low: it follows the size of the key")
     kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
         corrupted, hit = corrupt_patches(images, kind, patch=4)
@@ -362,7 +362,7 @@ if wanted("where"):
                 wrong = hit.flatten()[score.argsort(descending=True)].double()
                 found, false = wrong.cumsum(0) / wrong.sum(), (1 - wrong).cumsum(0)
                 roc.plot(false[::60] / false[-1], found[::60], **style | dict(marker=""))
-        if kind == "noise":                     # is S sparse by rows? % of entries that are not 0
+        if kind == "noise":                     # % of entries of S that are not 0, by rows
             filled = (trace[3]["S"] != 0).double().mean((1, 3))[:, 1:]
             numbers["filled noise"] = 100 * filled[hit].mean()
             numbers["filled others"] = 100 * filled[~hit].mean()
@@ -376,7 +376,7 @@ if wanted("where"):
     figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handletextpad=0.4)
     others = common.read_log(arms.RESULTS / "where_is_s/rows.jsonl")
     for row in others:                      # three networks trained from other seeds
-        if row["network"] == "rpc 4iter/layer1" and row["step"] == 2000:
+        if row["network"] == "rpc 4iter/layer0" and row["step"] == 2000:
             for kind in ("noise", "adversarial"):
                 for score in ("S, step 4", "distance"):
                     name = f"{kind}: AUC of {score}"
@@ -385,7 +385,7 @@ if wanted("where"):
     save(figure, "where", **numbers)
 
 
-# %% 5. Is it robust? One image under attack at four budgets.
+# %% 5. One image under attack at four budgets.
 if wanted("attack"):
     budgets, (images, labels), names = (0, 2, 4, 8), scenes(128), list(SHAPES)
     figure, numbers, model = plt.figure(figsize=(9, 4.4)), {}, network("rpc")
@@ -400,7 +400,7 @@ if wanted("attack"):
     grid[0, 0].set_ylabel("attacked image")
     grid[1, 0].set_ylabel("change \u00d7 16")
 
-    # Margin and gradient, to first order: does m > eps |grad m|_1 tell who survives 2/255?
+    # Compare the first-order rule, m > eps |grad m|_1, with the images that survive 2/255.
     eps, symmetric = 2 / 255, network("symmetric")
     x = images.clone().requires_grad_()
     logits = symmetric(x)
@@ -459,7 +459,7 @@ if wanted("equal_cost"):
             own = [100 * x.mean() if x.max() <= 1 else x.mean() for (name, seed), x
                    in found[measure].items() if name == arm and seed < 45]
             numbers[f"{arm} {measure}"] = np.mean(own)
-    for arm in ("symmetric", "rpc4-l1"):    # does PGD overestimate? The same 500 images, two seeds
+    for arm in ("symmetric", "rpc4-l1"):    # PGD and AutoAttack on the same 500 images, two seeds
         runs = {row.seed: row.right for row in rows if (row.arm, row.measure) == (arm, "pgd 4/255")}
         strong = [row for row in rows if row.arm == arm and row.kind == "autoattack"]
         weak = np.mean([runs[row.seed][:row.images].mean() for row in strong])
@@ -469,7 +469,7 @@ if wanted("equal_cost"):
     save(figure, "equal_cost", **numbers)
 
 
-# %% 5. Robust, or only trained further? Clean loss against accuracy, one mark per network.
+# %% 5. Clean loss against accuracy, one mark per network.
 if wanted("line"):
     networks, numbers = [n for n in line.stored("fresh") if not n.arm.startswith("half-")], {}
     looks = {"baseline": look("symmetric", linestyle="", alpha=0.8),
@@ -564,7 +564,7 @@ if wanted("gram"):
          bound=1 / kpca.g(k, k).min())
 
 
-# %% B. When does principal component pursuit find both parts?
+# %% B. The error of principal component pursuit against the share of corrupted entries.
 if wanted("recovery"):
     random = torch.Generator().manual_seed(0)
     draws = torch.randn(4, 80, 60, generator=random, dtype=torch.float64)
@@ -678,7 +678,7 @@ if wanted("pap"):
                 ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
             elif name == "released empty":
                 ax.plot(range(1, 5), entropies, **look("rpc", linestyle=":", fillstyle="none"))
-                ax.text(4.15, entropies[-1] - 0.02, "released, S empty", color=COLOUR["rpc"])
+                ax.text(4.15, entropies[-1] + 0.1, "released, S empty", color=COLOUR["rpc"])
     ax.set(title="entropy of attention, nats", xlabel="step", xticks=range(1, 5), ylim=(0, 5),
            xlim=(0.9, 7.6))
     ax.axhline(plain, color=COLOUR["symmetric"])
@@ -689,7 +689,7 @@ if wanted("pap"):
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
-# %% D. Which scores can tell? The cosine beside its controls, and the two terms of J.
+# %% D. The cosine beside its controls, and the two terms of J.
 if wanted("values"):
     random, found = torch.Generator().manual_seed(0), {}
 
@@ -746,7 +746,7 @@ if wanted("values"):
          **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
 
 
-# %% E. Does mu leak the future? The loss on a word that only later tokens determine.
+# %% E. The loss of a causal model on a word that only later tokens determine.
 if wanted("leak"):
     (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.9)), {}, dict(color=COLOUR["rpc"])
     headline(figure, "With \u00b5 over all tokens, a causal model reads the future")

@@ -390,7 +390,8 @@ def test_slides_fit_window_with_readable_text(tmp_path):
             svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
           const sizes = words.filter(x => x.getBoundingClientRect().width)
             .map(x => parseFloat(getComputedStyle(x).fontSize) * zoom(x.ownerSVGElement));
-          found.push([slide.id, slide.scrollWidth - slide.clientWidth,
+          const wide = [slide, ...slide.querySelectorAll(".board .wide")];
+          found.push([slide.id, Math.max(...wide.map(x => x.scrollWidth - x.clientWidth)),
             slide.scrollHeight - slide.clientHeight,
             parseFloat(getComputedStyle(slide.querySelector("h2")).fontSize), Math.min(...sizes)]);
           const key = new KeyboardEvent("keydown", {key: "PageDown", bubbles: true});
