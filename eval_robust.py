@@ -92,6 +92,7 @@ PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER = dict(noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
              spsa=dict(eps=0.1, centre="legacy"))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # these stay in [0, 1] in any space
+CROP = 0.875                             # the default of --crop_pct
 # The default of --measures; classifiers also get the folders that flags name.
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
@@ -536,6 +537,8 @@ def load_models(run):
             raise InputError(f"--preset paper attacks normalised images and needs a model with "
                              f"tensors .mean and .std, which {m.given} does not have")
     data = args.data or first.trained.get("data") or "imagenet"
+    if first.task == LM and args.data_dir and not args.data:    # as in train_lm.py
+        data = "folder"
     return models, run._replace(task=first.task, data=data, size=first.size, other=other,
                                 data_dir=args.data_dir or first.trained.get("data_dir"))
 
@@ -571,7 +574,11 @@ def load_images(models, run):
         imagenet1k, source = classes == IMAGENET, None
         if run.data_dir or not classes:
             source = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
-                               crop_pct=args.crop_pct or 0.875)
+                               crop_pct=args.crop_pct or CROP)
+            for m in everything if not args.crop_pct else ():
+                if m.origin != "ours":
+                    assume(m, f"crop_pct = {CROP} is assumed: the short side is resized to "
+                              f"{run.size} / {CROP} pixels, then the centre is cropped.")
     names = list(source.classes) if source is not None else classes
     for m, n in zip(everything, counts):
         if n != len(names) or m.classes and list(m.classes) != names:
@@ -583,6 +590,12 @@ def load_images(models, run):
     return run._replace(source=source, classes=names, imagenet1k=imagenet1k, batch_size=batch_size)
 
 
+def assume(m, note):
+    """Print what is assumed about a foreign model, and keep it for its rows."""
+    print0(f"{m.given}: {note}")
+    m.about.setdefault("assumed", []).append(note)
+
+
 def class_order_note(m, names):
     """Print which logit is which class folder, if numbers are sorted differently as text."""
     if all(name.isdecimal() for name in names) and names != sorted(names, key=int):
@@ -590,8 +603,7 @@ def class_order_note(m, names):
         note = (f"class folders are sorted as text: {order}. If the network was trained with the "
                 f"order of the numbers, rename the folders to {names[0]:0>{len(str(len(names)))}}, "
                 f"{names[1]:0>{len(str(len(names)))}}, ...")
-        print0(f"{m.given}: {note}")
-        m.about.setdefault("assumed", []).append(note)
+        assume(m, note)
 
 
 def load_masks(models, run):
@@ -1405,8 +1417,8 @@ def main():
                        imagenet1k=run.imagenet1k, name=name, settings=settings,
                        images=len(images.index), seed=args.seed,
                        precision="tf32" if args.tf32 else "float32")
-            if args.crop_pct:
-                row["crop_pct"] = args.crop_pct
+            if run.task == CLS and run.data == "imagenet":
+                row["crop_pct"] = args.crop_pct or CROP
             if key(row) in rows:
                 continue
             began = time.perf_counter()

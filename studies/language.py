@@ -34,7 +34,7 @@ from attention import ATTENTIONS, symmetric_attention
 from common import InputError
 from data.text import (load_corpus, perplexity, random_windows, read_lines, sliding_nll,
                        stored_vocabulary, text_folder, token_file)
-from lm import LM, SIZES, LMConfig, lm_from_checkpoint
+from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from robust.words import WORD, word_swap
 from studies.stats import detectable, holm, paired_t, show, show_p
 
@@ -97,8 +97,8 @@ def training_step(text, corpus, variant):
     flags = VARIANTS[variant]
     torch.manual_seed(0)
     pap = {name: flags[name] for name in ("n_iter", "lambd") if name in flags}
-    model = LM(LMConfig(len(corpus.vocab), **SIZES["mini"], attn=flags["attn"], pap=pap,
-                        rpc_layers=range(SIZES["mini"]["depth"]),
+    model = LM(LMConfig(len(corpus.vocab), **LM_SIZES["mini"], attn=flags["attn"], pap=pap,
+                        rpc_layers=range(LM_SIZES["mini"]["depth"]),
                         cutoffs=map(int, TEXTS[text].split(","))))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 

@@ -36,7 +36,7 @@ from robust.autoattack import apgd
 from robust.corruptions import NAMES, corrupt
 from robust.patches import corrupt_patches
 from studies.robust_attentions import register
-from studies.stats import crossed, holm, show, show_p, unpack
+from studies.stats import crossed, holm, show, show_p, unpack_bits
 
 RESULTS = Path(__file__).parent / "results/pro_attention"
 EPS, SEVERITY, LIMIT = 2 / 255, 3, 150
@@ -146,7 +146,7 @@ def outcomes(rows):
     """Read {measure: {(variant, seed): (n,) of 0 and 100}}; 15 corruptions: mean per image."""
     found = {}
     for row in rows:
-        hits = {name: 100 * unpack(text, row["images"]) for name, text in row["right"].items()}
+        hits = {name: 100 * unpack_bits(text, row["images"]) for name, text in row["right"].items()}
         hits["15 corruptions"] = np.mean([hits.pop(name) for name in NAMES], 0)
         for name, x in hits.items():
             found.setdefault(name, {})[row["variant"], row["seed"]] = x

@@ -1,4 +1,4 @@
-"""The small networks that attacks are tested on: the reference runs' and one of scenes."""
+"""The small networks that the tests attack: one of the reference runs, one trained on scenes."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ class ConvNet(torch.nn.Module):
         self.convs, self.fc, self.mean, self.std = torch.nn.ModuleList(convs), fc, mean, std
 
     def normalized(self, z):
-        """Logits of images that are normalised already."""
+        """Return the logits of normalised images."""
         for conv in self.convs:
             z = conv(z).relu()
         return self.fc(z.flatten(1))
@@ -34,7 +34,7 @@ def conv(weight, bias):
 def golden_network(g):
     """The frozen network of the arrays `robustness_attacks_a`, its images in [0, 1] and labels.
 
-    The full arrays hold their images; those of a clone are scenes, drawn here.
+    The full arrays contain their images; the arrays of a clone use scenes, which are drawn here.
     """
     g = {k: v.float() if v.dtype == torch.float16 else v for k, v in g.items()}
     images = g["x"] if "x" in g else load_shapes("test", len(g["y"])).images

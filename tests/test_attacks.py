@@ -65,7 +65,7 @@ def net():
 
 
 def normalized(model, images):
-    """What the paper's code attacks: the network on normalised tensors, these, its predictions."""
+    """Return the network on normalised images, these images, and its predictions."""
     z = (images - model.mean) / model.std
     return model.normalized, z, model.normalized(z).argmax(1)
 
@@ -125,7 +125,7 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
     model, images, labels = net
     theirs = torchattacks.FGSM(model, EPS)(images, labels)
     far = (fgsm(model, images, labels, EPS) - theirs).abs() > 1e-5
-    assert share(far) < 0.002  # a gradient that is 0 but for rounding has either sign
+    assert share(far) < 0.002  # rounding decides the sign of a zero gradient
     for start in (False, True):
         theirs = torchattacks.PGD(model, EPS, 0.7 / 255, 10, random_start=start)(images, labels)
         ours = pgd(model, images, labels, EPS, alpha=0.7 / 255, steps=10, random_start=start)
@@ -427,7 +427,7 @@ def test_false_robustness_is_an_error(change, message):
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attacks_accept_half_precision_logits(net, name, dtype):
-    """As under autocast, or from a network of such weights."""
+    """Half precision comes from autocast or from half-precision weights."""
     model, images, labels = net[0], net[1][:6], net[2][:6]
     adv = ATTACKS[name](lambda x: model(x).to(dtype), images, labels, EPS)
     assert adv.dtype == torch.float32 and adv.isfinite().all()

@@ -29,7 +29,7 @@ def assert_lawful(adv, images, eps):
 
 @pytest.fixture(scope="module")
 def own():
-    """A tiny network trained on drawn shapes, and 100 images it has not seen."""
+    """A tiny network trained on drawn shapes, and 100 test images."""
     return trained_network(100)
 
 
@@ -74,7 +74,7 @@ def watched(model, seen):
 
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
 def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
-    """Images that no step fools, so that none leaves: 60 points are the same, but for rounding."""
+    """No step fools these images, so none leaves: 60 points agree up to rounding."""
     module = pytest.importorskip("pyautoattack.autopgd_base")
     model, images, labels = own
     hard = robust(model, fgsm(model, images, labels, 2 * EPS), labels)

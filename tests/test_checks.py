@@ -46,7 +46,7 @@ def net():
 
 
 def wrong(found):
-    """What does not hold, of ({claim: does it hold?}, evidence)."""
+    """Return the claims that do not hold, from ({claim: holds?}, evidence)."""
     return {claim for claim, holds in found[0].items() if not holds}
 
 

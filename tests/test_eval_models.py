@@ -1,4 +1,4 @@
-"""The evaluator on models that are not ours: files of timm, DeiT, the released code; functions."""
+"""The evaluator on other models: files of timm, DeiT and the released code; user functions."""
 
 import argparse
 
@@ -254,7 +254,7 @@ def build():
     assert found[0]["weights"] == found[1]["weights"] and found[0]["loss"] != found[1]["loss"]
 
 
-# --- of ours -------------------------------------------------------------------------------------
+# --- our checkpoints -----------------------------------------------------------------------------
 
 def test_averaged_weights_are_evaluated(tmp_path):
     average = make_checkpoint(tmp_path / "m.pt", seed=1).state_dict()
@@ -297,7 +297,7 @@ def test_three_classes_have_no_top5(tmp_path):
 
 
 class LearnedRPC(nn.Module):
-    """An attention of one's own that runs PAP, as docs/change.md has it."""
+    """A new attention that runs PAP, as in docs/change.md."""
 
     def __init__(self, layer):
         super().__init__()
@@ -371,7 +371,7 @@ def test_corrupted_folder_equals_corruption_on_the_fly(
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
     made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",
                    "corruptions type=gaussian_noise,fog jpeg85=yes")
-    # of all types and severities those that are there
+    # Only the types and severities in the folder are read.
     read = rows_of(tmp_path / "read", *how, "--measures", "corruptions", "--corrupted_dir",
                    tmp_path / "c")
     assert [row["settings"] for row in read] == [

@@ -77,7 +77,7 @@ def test_outcomes_pack_and_classes_equal_timm():
     assert eval_robust.IMAGENET == ImageNetInfo().label_names()
 
 
-# --- evaluate: for code of one's own -------------------------------------------------------------
+# --- robust.evaluate -------------------------------------------------------------
 
 def test_evaluate_agrees_with_torchattacks():
     torchattacks = pytest.importorskip("torchattacks")
@@ -160,7 +160,7 @@ def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed
 
 
 def run(*flags):
-    """What the script prints, in this process."""
+    """Run the script in this process; return what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         call(eval_robust.main, "--device cpu", flags)
     return out.getvalue()
@@ -462,7 +462,7 @@ def row_of(model, name, settings, source, index, **given):
 
 
 class NoFloat64(torch.overrides.TorchFunctionMode):
-    """As if tensors were on mps, which has no float64, until .cpu() is called."""
+    """Treat tensors as if they were on mps, without float64, until .cpu() is called."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -650,7 +650,7 @@ def test_mce_needs_imagenet_and_all_severities():
     known = [dict(row, imagenet1k=True) for row in both]
     assert line_of(table(known), "corruptions type=mean, mce") == ["100.00", "50.00"]
     three = [dict(row, settings=row["settings"] | dict(severities=[1, 3, 5])) for row in known]
-    assert "mce" not in table(three)                      # AlexNet's errors are of all five
+    assert "mce" not in table(three)                      # AlexNet's errors average all five
     assert "type=mean" not in table(both[:14])
 
 

@@ -1,4 +1,4 @@
-"""The evaluator on Segmenters, language models, images of one's own: rows equal plain loops."""
+"""The evaluator on Segmenters, language models and own photos: rows equal plain loops."""
 
 import math
 from dataclasses import asdict
@@ -256,7 +256,7 @@ def test_flags_of_other_tasks_are_one_line(texts, monkeypatch, ckpt, flags, word
     assert words in error("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")
 
 
-# --- images of one's own -------------------------------------------------------------------------
+# --- own photos -------------------------------------------------------------------------
 
 def test_own_photos_use_held_out_images(
         tmp_path):

@@ -149,6 +149,10 @@ def test_timm_trains_keeps_weights_and_rejects_masks():
     images, labels = torch.rand(4, 3, 32, 32), torch.tensor([0, 1, 2, 0])
     assert not torch.allclose(plain.eval()(images), model.eval()(images), atol=1e-4)
     assert train_a_step(model, lambda: F.cross_entropy(model(images), labels)) == []
+    with torch.no_grad():
+        before = plain.eval()(images)
+        plain.blocks[0].attn.__class__ = rpc
+        assert not torch.allclose(plain(images), before, atol=1e-4)
     with pytest.raises(ValueError, match="attn_mask"):
         model.blocks[0].attn(torch.randn(1, 4, 192), attn_mask=torch.zeros(4, 4))
 
