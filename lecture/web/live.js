@@ -5,7 +5,7 @@ const data = JSON.parse($("page-data").textContent);                  // {classe
 const PAINTED = [1, 6, 10, 35, 46, 60];               // six patches are noise at the first visit
 const STANDARD = {network: "rpc", scene: 5, kind: "noise", amount: 0, lambd: 4, n_iter: 4, form: "released",
                   paint: Array.from({length: 64}, (_, i) => PAINTED.includes(i) ? 1 : 0).join(""),
-                  layers: [0], temperature: 1, eps: 8};
+                  layers: [0], temperature: 1, eps: 12};
 const EXPERT = ["network", "kind", "amount", "lambd", "n_iter", "form", "layers", "temperature"];
 const state = {...STANDARD};
 let own = null, token = 27, glanced = null, seen = null, touched = false;     // results of glance and lookInside
@@ -187,7 +187,7 @@ async function takePicture(file) {
 
 // --- the attack: the same random search on ten scenes for three networks ----------------------------
 
-const QUERIES = 300, calm = matchMedia("(prefers-reduced-motion: reduce)");
+const QUERIES = 200, calm = matchMedia("(prefers-reduced-motion: reduce)");
 let attacks = [], attacking = false;
 
 async function attack() {
