@@ -1,11 +1,12 @@
-"""Every attention of the paper: softmax, symmetric, RPC (robust PCA inside the layer), scaled.
+"""All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
 Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. This file imports PyTorch and
 the standard library only, so you can copy it into another project.
 
-Read it from top to bottom: functions of q, k and v; the table `ATTENTIONS` with their names; the
-module `SelfAttention`; tools that trace or change RPC-Attention inside a model.
+Read the file from top to bottom. It begins with functions of q, k and v. The table `ATTENTIONS`
+gives these functions names, and the module `SelfAttention` calls them. Tools at the end trace or
+change RPC-Attention inside a model.
 
 B batch, H heads, N tokens (class token included), D head width, C = H * D model width.
 
@@ -14,27 +15,27 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     A       (Eq. 2)     A                (B, H, N, N)       softmax(q k^T / sqrt(D))
     h       (Eq. 3)     h                (B, H, N, D)       A v
     K, L, S (Eq. 14)    k, L, S          (B, H, N, D)       keys = low-rank part + sparse part
-    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual; Y itself is never needed
+    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual variable; Y is not needed
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
     S       (Eq. 12)    s                (H, N, N) or (1,)  scaling, v - S v; not the S above
 
-The paper's text and its released code compute different things. Each choice is an argument here:
+The paper's text and its released code differ. Each difference is an argument here:
 
     question               paper's text            released code       here
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
     sign of Y/mu, line 4   - (ADMM needs +)        -                   dual_sign=-1 | +1
-    value operand          not printed             V, fixed            V, or k: rpc_attention(k, k)
-    when to stop           n steps (Def. 1)        n steps             n_iter; no convergence
+    values in each step    not printed             V                   v; rpc_attention(k, k): keys
+    number of steps        n (Def. 1)              n                   n_iter; PAP does not converge
     dropout                not mentioned           last step only      last step only
-    queries                none (App. E.9: asym.)  none                q=None; given: asymmetric
+    queries                keys; App. E.9: own     keys                q=None: keys; or your own q
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
-The defaults follow the released code. `FORMS` names the three variants of the first three rows.
-No lambda makes lambda * mu and lambda / mu the same rule: doubling all keys halves lambda * mu, but
-doubles lambda / mu.
+The defaults follow the released code. `FORMS` names three combinations of the choices in the first
+three rows. The two thresholds are different rules for every lambda: if all keys are doubled,
+lambda * mu is halved and lambda / mu is doubled.
 """
 
 import math
@@ -48,7 +49,7 @@ from torch import nn
 FORMS = {
     "released": dict(threshold="times", mu_dim="model", dual_sign=-1),  # the authors' code
     "paper": dict(threshold="over", mu_dim="head", dual_sign=-1),       # Algorithm 1 as printed
-    "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),        # what ADMM prescribes
+    "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),        # with the sign of ADMM
 }
 PAP_SETTINGS = dict(n_iter=4, lambd=4.0, form="released")   # defaults of `pap` in every config
 
@@ -62,17 +63,20 @@ def check_choice(name, value, known):
 # --- softmax and symmetric attention: a token attends to tokens whose keys match its query --------
 
 def naive_attention(q, k, v):
-    """Softmax attention as printed. For reading only: it stores A. All shapes (B, H, N, D)."""
+    """Compute softmax attention as the paper prints it. q, k, v and the result: (B, H, N, D).
+
+    This function is for reading only, because it stores A. Use `softmax_attention` instead.
+    """
     A = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)   # Eq. 2
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
-    """Softmax attention by PyTorch's fused kernel, which does not store A. All (B, H, N, D).
+    """Compute softmax attention by PyTorch's fused kernel, which does not store A.
 
-    causal: token t attends to tokens 0 to t only. dropout_p: dropout rate on A. keep: (B, N) bool,
-    False for padding tokens, to which no token attends. q and k, which are float32 in PAP, are cast
-    to v's dtype.
+    q, k, v, result: (B, H, N, D). causal: token t attends to tokens 0 to t only. dropout_p: dropout
+    rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k,
+    which are float32 in PAP, are cast to v's dtype.
     """
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
@@ -84,7 +88,7 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
-    """Softmax attention with the keys as queries: the paper's baseline. All (B, H, N, D)."""
+    """Compute softmax attention with the keys as queries, the paper's baseline: (B, H, N, D)."""
     return softmax_attention(k, k, v, causal=causal, dropout_p=dropout_p)
 
 
@@ -101,9 +105,10 @@ def soft_threshold(x, tau):
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     """Return mu = N x / (4 sum|K|) = x / (4 D mean|K|), (B, H, 1, 1) or per token (B, H, N, 1).
 
-    k: (B, H, N, D). mu_dim: x = C ("model") or x = D ("head"). mu_over: the tokens in the mean:
-    "all"; for token t the "seen" tokens 0 to t, which is safe in causal attention; or "token", t
-    alone. keep: (B, N) bool, False for padding tokens, which the mean leaves out.
+    k: (B, H, N, D). mu_dim: "model" means x = C, "head" means x = D.
+    mu_over: the tokens in mean|K|. "all": every token. "seen": tokens 0 to t for token t, so a
+    causal layer does not read the future. "token": only token t for token t.
+    keep: (B, N) bool, False for padding tokens, which the mean leaves out.
     """
     check_choice("mu_dim", mu_dim, ("model", "head"))
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
@@ -113,7 +118,7 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     if keep is not None:
         real = real * keep[:, None, :, None]
         mean = mean * real
-    seen = real.cumsum(-2).clamp_min(1)                                 # real tokens up to each one
+    seen = real.cumsum(-2).clamp_min(1)                                 # real tokens in 0..t
     if mu_over == "all":
         mean = mean.sum(-2, keepdim=True) / seen[:, :, -1:]             # (B, H, 1, 1)
     elif mu_over == "seen":
@@ -128,22 +133,25 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     """Run n_iter steps of Principal Attention Pursuit (PAP) on the keys; return the last L.
 
     k, v, result: (B, H, N, D). v has k's width, because L, a mix of values, is subtracted from k.
-    n_iter: steps, at least 1. More steps are not more accurate: PAP does not converge.
-    lambd: at least 0, or a tensor (H, 1, 1), which may be learned. With math.inf, S stays 0.
+    n_iter: number of steps, at least 1. More steps are not more accurate: PAP does not converge.
+    lambd: lambda, at least 0, or a tensor (H, 1, 1), which can be learned. math.inf keeps S at 0.
     q: fixed queries (B, H, N, D) for asymmetric RPC. By default the keys are the queries.
-    threshold, mu_dim, dual_sign: the table at the top of this file. mu_over: see `penalty`; the
-    default is "seen" if causal, else "all". A causal layer with "all" reads the future.
+    threshold, mu_dim, dual_sign: see the table at the top of this file.
+    mu_over: see `penalty`. The default is "seen" if causal, else "all". A causal layer with "all"
+    reads the future.
+    causal: token t attends to tokens 0 to t only, in every step.
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step.
     keep: (B, N) bool, False for padding tokens, which change no other token.
     ValueError for an argument outside these ranges.
 
-    n_iter = 1 is symmetric attention with each key entry clamped to [-tau, tau]. While S = 0 and
-    dual_sign = -1, the keys of step i are (L_1 + ... + L_{i-1}) - (i - 2) K. The sum of the L's
-    matters, too: a vector c that is added to every key adds c.k_j to the score of token j. The
-    state is float32 or float64, because four steps on bf16 inputs err by 0.4 % with a float32 state
-    and by 1.1 % with a bf16 state.
+    With n_iter = 1 the result is symmetric attention on keys whose entries are clamped to
+    [-tau, tau]. With dual_sign = -1 and as long as S = 0, step i attends with the keys
+    (L_1 + ... + L_{i-1}) - (i - 2) K. The part of the L's that is the same for every token counts,
+    too: a vector c that is added to every key adds c.k_j to the score of token j.
+    K, S, L and Z are float32 or float64. For bf16 inputs, the error after four steps is 0.4 % with
+    K, S, L and Z in float32, and 1.1 % with K, S, L and Z in bf16.
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
@@ -165,12 +173,12 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
-    # output for the rest. Z sums the errors K - L - S and enters the next step. The last Z is
-    # unused; computing it costs no measurable time and keeps the lines as printed.
+    # output for the rest. Z sums the errors K - L - S and enters the next step. The last Z is not
+    # used. It costs no measurable time, and with it the loop has the lines of Algorithm 1.
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
-    for _ in range(n_iter):                     # Alg. 1, line 2: Def. 1 says n steps
+    for _ in range(n_iter):                     # Alg. 1, line 2; Def. 1: n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
-        rest = K - S                            # Eq. 14: L + S = K, so L has to become this
+        rest = K - S                            # Eq. 14: L + S = K, so L should become K - S
         K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
         L = softmax_attention(Q2, K2, v, causal=causal, keep=keep).to(K.dtype)  # Alg. 1, line 4
@@ -185,13 +193,13 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
 
 class ScaledAttention(nn.Module):
-    """softmax(q k^T / sqrt(D)) (I - S) v with a learned S, (H, N, N), which starts at zero."""
+    """Scaled Attention, softmax(q k^T / sqrt(D)) (I - S) v. S (H, N, N) is learned from 0 on."""
 
     def __init__(self, layer):
         super().__init__()
         if layer.num_tokens is None or layer.causal:
-            raise ValueError("scaled_s learns one matrix over all tokens: expected num_tokens=N "
-                             "and causal=False")
+            raise ValueError("attn='scaled_s' learns one N x N matrix per head: expected "
+                             "num_tokens=N and causal=False")
         self.s = nn.Parameter(torch.zeros(layer.num_heads, layer.num_tokens, layer.num_tokens))
 
     def forward(self, q, k, v, layer):
@@ -215,9 +223,10 @@ class ScaledAlphaAttention(nn.Module):
 
 # name: (own_queries, function). function(q, k, v, layer) returns h; q, k, v and h are (B, H, N, D).
 # own_queries: True if the layer projects queries, False if the keys are the queries (then q is k).
-# layer is the SelfAttention around the function. layer.attn_kwargs holds causal and dropout_p; an
-# attention that ignores them ignores the causal mask and attn_drop. An attention with parameters is
-# an nn.Module class: it is built as Class(layer), and its forward takes (q, k, v, layer).
+# layer is the SelfAttention that calls the function. layer.attn_kwargs contains causal and
+# dropout_p: an attention that does not use them has no causal mask and no dropout on A. An
+# attention with parameters is an nn.Module class. It is built as Class(layer), and its forward
+# takes (q, k, v, layer).
 ATTENTIONS = {
     "softmax": (True, lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs)),
     "symmetric": (False, lambda q, k, v, layer: symmetric_attention(k, v, **layer.attn_kwargs)),
@@ -237,11 +246,15 @@ LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax
 class SelfAttention(nn.Module):
     """Multi-head self-attention, (B, N, C) in and out. Parameters are named as in timm.
 
-    dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`. pap: settings of `rpc_attention`:
-    n_iter, lambd, form (a name in `FORMS`) or single choices of a form, mu_over. num_tokens: N, for
-    attentions with parameters per token. causal: token t attends to tokens 0 to t only. attn_drop,
-    proj_drop: dropout rates on A and on the output. qkv has the rows q, k, v (3C, C), or k, v
-    (2C, C) if the keys are the queries. ValueError for unknown names and sizes that do not fit.
+    dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`.
+    pap: a dict of settings of `rpc_attention`. Its keys are n_iter, lambd, mu_over and form, a name
+    in `FORMS`. The keys threshold, mu_dim and dual_sign replace single settings of the form.
+    num_tokens: N, for attentions with parameters per token.
+    causal: token t attends to tokens 0 to t only.
+    attn_drop, proj_drop: dropout rates on A and on the output.
+
+    The weight of qkv has the rows of q, k and v, (3C, C), or of k and v, (2C, C), if the keys are
+    the queries. ValueError for unknown names and sizes that do not fit.
     """
 
     def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None, causal=False,
@@ -270,7 +283,7 @@ class SelfAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def make_projections(self, dim, bias):
-        """Make the layers that `project` uses. FAN overrides both."""
+        """Make the layers that `project` uses. FAN overrides this method and `project`."""
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=bias)
 
     @property
@@ -279,7 +292,7 @@ class SelfAttention(nn.Module):
         return dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
 
     def project(self, x):
-        """Return q, k, v, each (B, H, N, D), of x (B, N, C). q is k if the keys are the queries."""
+        """Project x (B, N, C) to q, k, v, each (B, H, N, D). q is k if the keys are the queries."""
         qkv = self.qkv(x)                                               # Eq. 1
         qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
@@ -325,7 +338,7 @@ def every_pap(**settings):
             logits = model(images)
 
     This also reaches rpc_attention calls inside your own attention. The backward pass of a
-    checkpointed layer calls rpc_attention again, so run it inside the block, too.
+    checkpointed layer calls rpc_attention again, so run the backward pass inside the block, too.
     """
     before = dict(overrides)
     overrides.update(settings)
@@ -337,7 +350,7 @@ def every_pap(**settings):
 
 
 def overridable(function):
-    """Let every_pap override the arguments of a function whose first ones are rpc_attention's."""
+    """Wrap a function with rpc_attention's arguments, so that every_pap can override them."""
     @wraps(function)
     def call(*args, **settings):
         if overrides:

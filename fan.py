@@ -2,16 +2,18 @@
 
 Architecture and parameter names follow Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), so the
 released checkpoints load into a FAN with softmax attention. The paper's baseline has symmetric
-attention, as in `rachtsy/FAN:models/fan_sym.py`: the class token also uses its key as its query.
+attention everywhere, also for the class token, as in `rachtsy/FAN:models/fan_sym.py`.
 
     model = FAN(FANConfig(**FAN_SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
 
 A FAN differs from a ViT in four parts. A stack of convolutions, the stem, embeds the patches.
 Positions are sines and cosines. The MLP of each block is a `ChannelGate`. The class token joins
-after the blocks, so the blocks have N patch tokens. For small images the stem is shorter:
-patch_size=4 keeps its last two convolutions (3-96-192 channels), so 32 px give 8 x 8 tokens. The
-stem for patches of 4 in NVlabs/FAN (models/fan.py:232) has fewer channels, 3-48-192.
+after the blocks, so the blocks have N patch tokens.
+
+The stem has one convolution per factor 2 of patch_size. For small images, patch_size=4 keeps the
+last two convolutions (3-96-192 channels in fan_tiny), so 32 px give 8 x 8 tokens. The stem for
+patches of 4 in NVlabs/FAN (models/fan.py:232) has fewer channels, 3-48-192.
 """
 
 import math
@@ -35,11 +37,11 @@ FAN_SIZES = {                                                  # parameters at 2
 
 @dataclass
 class FANConfig(ViTConfig):
-    """Settings that rebuild a FAN: ViTConfig and two more. drop_path: the rate of every block."""
-    cls_depth: int = 2                # number of class-attention blocks
-    class_attn: str = ""              # their attention, softmax or symmetric; "": as in layers
+    """Settings that rebuild a FAN: ViTConfig and two fields. drop_path: the rate of every block."""
+    cls_depth: int = 2                # number of blocks with ClassAttention
+    class_attn: str = ""              # "softmax" or "symmetric" in these blocks; "": as in layers
                                       # without RPC-Attention
-    family = "fan "                   # not a field: a prefix of the attention's name in tables
+    family = "fan "                   # begins the attention's name in tables; not a field
 
     def __post_init__(self):
         super().__post_init__()
@@ -50,7 +52,7 @@ class FANConfig(ViTConfig):
             raise InputError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
 
     @property
-    def num_tokens(self):             # N of the blocks
+    def num_tokens(self):             # N in the blocks: one token per patch
         return (self.image_size // self.patch_size) ** 2
 
 
@@ -68,7 +70,7 @@ def stem(patch_size, dim):
 class BatchNorm(nn.BatchNorm2d):
     """BatchNorm2d over the images of all processes, for CPUs.
 
-    On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces it by PyTorch's module.
+    On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces this module by PyTorch's.
     """
 
     def forward(self, x):
@@ -88,7 +90,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class Positions(nn.Module):
-    """Sines and cosines of the row and of the column of each patch, projected to (1, N, C)."""
+    """Position embeddings (1, N, C): projected sines and cosines of each patch's row and column."""
 
     def __init__(self, side, dim, size=32):
         super().__init__()
@@ -110,7 +112,7 @@ def split(x, num_heads):
 
 
 class TokenAttention(SelfAttention):
-    """SelfAttention with layers `q` and `kv` instead of `qkv`; no `q` if keys are the queries."""
+    """SelfAttention with layers `q` and `kv` instead of `qkv`. If keys are queries, `q` is None."""
 
     def make_projections(self, dim, bias):
         self.q = nn.Linear(dim, dim, bias) if self.num_proj == 3 else None
@@ -142,7 +144,7 @@ class ConvMlp(Mlp):
 
 
 class ChannelGate(nn.Module):
-    """FAN's channel attention, instead of an MLP: norm_v(mlp_v(z)) times one gate per channel."""
+    """FAN's channel attention, instead of an MLP: norm_v(mlp_v(z)) times a gate per channel."""
 
     def __init__(self, dim, num_heads, hidden_dim):
         super().__init__()
@@ -160,9 +162,9 @@ class ChannelGate(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Attention from the class token, the first of z (B, N + 1, C), to all tokens: (B, 1, C).
+    """Attention of the class token to all tokens, (B, N + 1, C) -> (B, 1, C). Token 0 is the class.
 
-    attn: "softmax", or "symmetric", in which the query is the class token's key.
+    attn: "softmax", or "symmetric", where the key of the class token is its query.
     """
 
     def __init__(self, dim, num_heads, attn):
@@ -191,7 +193,11 @@ class FANBlock(Block):
 
 
 class ClassBlock(FANBlock):
-    """Block that updates the class token; it normalises and doubles the rest, as in NVlabs/FAN."""
+    """Block that updates the class token by attention and an MLP.
+
+    Attention and MLP do not change the patch tokens. The norms do, and the last line doubles the
+    patch tokens, as in NVlabs/FAN.
+    """
 
     def forward(self, x):
         z = self.norm1(x)
@@ -203,7 +209,7 @@ class FAN(ViT):
     """Image classifier: pixels (B, 3, S, S) in [0, 1] to logits (B, K). Names as in NVlabs/FAN."""
 
     def build(self, c):
-        """Make patch_embed, pos_embed, blocks and the blocks of the class token."""
+        """Make patch_embed, pos_embed, blocks and cls_attn_blocks."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
         how = dict(pap=c.pap, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)

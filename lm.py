@@ -3,8 +3,8 @@
 Paper: section 4.2, Table 3 and App. A.4 of Teo & Nguyen 2024. Architecture and output layer follow
 `IDSIA/lmtool-fwp` (src/mem_transformer.py, src/utils/proj_adaptive_softmax.py), the code base that
 the paper names. Symmetric attention follows `rachtsy/KPCA-S:lm/src_attack/mem_transformer.py`. The
-RPC language model is not released; here it is the symmetric model with RPC-Attention in
-`rpc_layers`, with a causal mask in every step of PAP.
+authors did not release an RPC language model. Ours is the symmetric model with RPC-Attention in
+`rpc_layers`. Every step of PAP (Principal Attention Pursuit) has a causal mask.
 
     model = LM(LMConfig(267735, **LM_SIZES["paper"], attn="rpc", cutoffs=(20000, 40000, 200000)))
     nats = model(tokens, targets)        # two (B, T) int64 -> (B, T); perplexity: nats.mean().exp()
@@ -48,11 +48,12 @@ class LMConfig:
     mlp_dim: int = 2048
     attn: str = "softmax"             # a name in attention.ATTENTIONS or LAYER_PATTERNS
     rpc_layers: tuple = (0, 1, 2, 3)  # layers with RPC-Attention, counted from 0
-    pap: dict = field(default_factory=dict)     # attention.PAP_SETTINGS and mu_over, the tokens in
-                                      # mean|k|: "seen" (0 to t), "token" (t), or "all", which
-                                      # reads the future
+    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: see SelfAttention.
+                                      # mu_over, the tokens in mean|k|: "seen" (tokens 0 to t),
+                                      # "token" (only t), or "all", which reads the future
     dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
-    cutoffs: tuple = ()               # (): full softmax; in the paper (20000, 40000, 200000)
+    cutoffs: tuple = ()               # first id of each cluster of rare words, in the paper
+                                      # (20000, 40000, 200000); (): softmax over all words
 
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
@@ -67,18 +68,21 @@ class LMConfig:
                              f"{self.vocab_size - 1}")
 
     @property
-    def reads_the_future(self):       # mu is a mean over all tokens
+    def reads_the_future(self):       # mean|k| runs over all tokens, also later ones
         return self.pap["mu_over"] == "all" and bool(self.rpc_layers)
 
     @property
-    def num_tokens(self):             # as in ViTConfig
+    def num_tokens(self):             # T, under the name that ViTConfig uses
         return self.context
 
 
 # --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
-    """Return position codes [sin(p f), cos(p f)], (T, C); f_i = 10000^(-2i/C), p = T-1 ... 0."""
+    """Return position codes [sin(p f), cos(p f)], (T, C), with f_i = 10000^(-2i/C).
+
+    The position p counts from the end of the window: p = T-1 for its first token, 0 for its last.
+    """
     p = torch.arange(context - 1, -1, -1.0)[:, None]
     f = 10000 ** (-torch.arange(0, dim, 2) / dim)
     return torch.cat([(p * f).sin(), (p * f).cos()], 1)
@@ -126,9 +130,9 @@ class LM(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """Draw weights from N(0, 0.02), norm weights from N(1, 0.02); set biases to 0.
+        """Draw weights with mean 0 and std 0.02, weights of norms with mean 1; set biases to 0.
 
-        Parameters that an attention defines keep their values.
+        Parameters that an attention defines itself, such as S of Scaled Attention, stay unchanged.
         """
         for m in self.modules():
             if isinstance(m, AdaptiveSoftmax):
@@ -148,7 +152,7 @@ class LM(nn.Module):
         return self.drop(x)
 
     def forward(self, tokens, targets):
-        """Compute -log p(target | tokens up to its place): (B, T), (B, T) int64 -> (B, T) nats."""
+        """Compute -log p(targets[t] | tokens[0..t]): (B, T), (B, T) int64 -> (B, T) nats."""
         return self.nll(self.hidden(tokens), targets)
 
     def nll(self, hidden, targets):
@@ -169,9 +173,9 @@ class LM(nn.Module):
     def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
         """Sample num_tokens more words: (B, T) int64 -> (B, T + num_tokens); call in eval mode.
 
-        temperature > 0 divides the log-probabilities. generator: on the device of tokens. For each
-        word the model runs on the last `context` tokens again, because positions count from the
-        end.
+        temperature: above 0; divides the log-probabilities. generator: a torch.Generator on the
+        device of tokens. The model runs on the last `context` tokens again for each word. Earlier
+        results cannot be reused, because positions count from the end.
         """
         c = self.config
         if c.reads_the_future:
@@ -186,7 +190,7 @@ class LM(nn.Module):
 
 
 def lm_from_checkpoint(checkpoint):
-    """Rebuild the model of a checkpoint of train_lm.py, in eval mode."""
+    """Rebuild the LM from a checkpoint of train_lm.py, in eval mode."""
     return rebuild(checkpoint, "language modelling", LM, LMConfig)
 
 
@@ -194,10 +198,10 @@ def lm_from_checkpoint(checkpoint):
 def reads_the_future(model):
     """Return whether the hidden state of a word depends on later words.
 
-    Runs the model on two texts that agree in the first half and differ in every word of the second.
-    Without a leak, the hidden states of the first half are equal up to rounding. This finds every
-    attention without a causal mask. It finds a mean |K| over all words only if a key exceeds the
-    threshold, as after some training.
+    Runs the model on two texts that agree in the first half and differ in every later word. If the
+    model does not read the future, the hidden states of the first half are equal up to rounding.
+    This test finds every attention without a causal mask. It finds a mean |K| over all words only
+    if a key exceeds the threshold of S, as after some training.
     """
     c, training = model.config, model.training
     half, words = c.context // 2, torch.Generator().manual_seed(0)
@@ -213,12 +217,13 @@ def reads_the_future(model):
 # --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
 
 class AdaptiveSoftmax(nn.Module):
-    """Output layer with clusters of rare words (Grave et al. 2017), all of width C.
+    """Output layer with clusters of rare words (Grave et al. 2017). Every cluster has width C.
 
-    The head has one logit per word below the first cutoff and one per cluster. The log p of a rare
-    word is the log p of its cluster plus the log p of the word within the cluster. So most tokens
-    cost a softmax over 20,000 words instead of 267,735. Cluster i has the i-th logit from the end,
-    as in lmtool. weight (V, C) and bias (V,) belong to all words; the weight is the embedding.
+    The head has one logit per word below the first cutoff and one logit per cluster. The log p of a
+    rare word is the log p of its cluster plus the log p of the word within the cluster. So most
+    tokens cost a softmax over 20,000 words instead of 267,735. Cluster i (from 1) has the i-th
+    logit from the end of the head, as in lmtool. The methods take the weight (V, C), which is the
+    embedding, and the bias (V,) of all words.
     """
 
     def __init__(self, cutoffs, dim):
@@ -228,7 +233,10 @@ class AdaptiveSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs)))
 
     def layers(self, weight, bias):
-        """Return (weight, bias) of the head, with one more row per cluster, and of each cluster."""
+        """Return [(weight, bias), ...] of the head and of each cluster.
+
+        The head has a row per word below the first cutoff, then a row per cluster.
+        """
         sizes = [high - low for low, high in pairwise((0, *self.cutoffs, len(weight)))]
         (W, *weights), (b, *biases) = weight.split(sizes), bias.split(sizes)
         W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
@@ -237,14 +245,15 @@ class AdaptiveSoftmax(nn.Module):
     def nll(self, hidden, targets, weight, bias):
         """Compute -log p(target): (..., C), (...) int64 -> (...) nats in float32 or better.
 
-        Do not compile this function: shapes inside depend on the targets.
+        Do not use torch.compile on this function, because shapes inside depend on the targets.
         """
         h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
         cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
         (W, b), *tails = self.layers(weight, bias)
         nll = chunked_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
+        # split needs the sizes on the CPU, so tolist waits for the GPU.
         sizes = torch.stack([(cluster == i).sum() for i in range(1 + len(tails))]).tolist()
-        _, *rows = cluster.argsort(stable=True).split(sizes)            # ^ waits for the GPU
+        _, *rows = cluster.argsort(stable=True).split(sizes)
         for low, (W, b), r in zip(self.cutoffs, tails, rows):
             tail = chunked_nll(h.index_select(0, r), W, b, t[r] - low)
             nll = nll.index_add(0, r, tail)
@@ -258,17 +267,17 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
 
 
-CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: a CPU's cache; 128 MiB on a GPU
-MIN_ROWS = 64                             # per chunk: each chunk adds to the gradient of W
+CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
+MIN_ROWS = 64                             # per chunk, because a chunk costs a sum of gradients of W
 
 
 def chunked_nll(h, W, b, t):
     """Compute the cross-entropy (N,) of logits h W^T + b and targets t (N,); h (N, C), W (V, C).
 
-    Never stores all (N, V) logits, 26 GB for one batch of the paper: chunks of rows are computed
-    one by one, and again in the backward pass. N may be 0.
+    Never stores all (N, V) logits, which take 26 GB for one batch of the paper. Computes chunks of
+    rows one by one, and computes each chunk again in the backward pass. N may be 0.
     """
-    def nll(h, t):      # autocast casts W here, so that its gradient is summed in float32
+    def nll(h, t):      # autocast casts W in here, so gradients of W are summed in float32
         return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")
 
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)

@@ -11,13 +11,14 @@ Strudel et al. 2021, `rstrudel/segmenter`. Details that the paper does not menti
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                RPC in block 0,      decoder_attn: as the fork if
-                                                  then symmetric       attn="rpc", else as encoder
+    decoder attention      softmax                RPC in block 0,      decoder_attn: as in the fork
+                                                  symmetric later      if attn="rpc", otherwise as
+                                                                       in the encoder
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (in classifiers 1e-6)
-    classifier head        kept, unused           kept, unused         left out
-    stride of evaluation   window; the script     window               an argument
-                           miou.py: window - 32
-    windows of one image   batched view by view   the same             batched over all views
+    encoder's class head   stored, unused         stored, unused       left out
+    stride of evaluation   window; in miou.py     window               an argument
+                           window - 32
+    batches of windows     from one view          from one view        from all views of an image
 """
 
 import math
@@ -43,8 +44,8 @@ class SegmenterConfig:
     InputError if the settings do not fit together.
     """
     num_classes: int                  # K
-    image_size: int = 512             # pixels per side of the training crop; there is one position
-                                      # embedding per patch of this crop
+    image_size: int = 512             # pixels per side of the training crop; each patch of the
+                                      # crop has a position embedding
     patch_size: int = 16
     embed_dim: int = 192
     depth: int = 12
@@ -53,11 +54,11 @@ class SegmenterConfig:
     attn: str = "softmax"
     rpc_layers: tuple = (0,)          # layers of the encoder with RPC-Attention
     pap: dict = field(default_factory=dict)     # settings of PAP in encoder and decoder
-    drop_path: float = 0.1            # rate of the encoder's last block, linear from 0
+    drop_path: float = 0.1            # rate of stochastic depth in the encoder's last block
     eps: float = 1e-5                 # epsilon of every LayerNorm
-    decoder_attn: str = ""            # "softmax", "symmetric", or "rpc": RPC in block 0, then
-                                      # symmetric. "": "rpc" if attn is "rpc", otherwise as in the
-                                      # encoder's layers without RPC
+    decoder_attn: str = ""            # "softmax"; "symmetric"; "rpc": RPC in block 0, symmetric in
+                                      # later blocks. "" means "rpc" if attn is "rpc", otherwise
+                                      # the attention of the encoder's layers without RPC
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
@@ -83,7 +84,7 @@ class SegmenterConfig:
         return "symmetric" if self.decoder_attn == "rpc" and i > 0 else self.decoder_attn
 
     @property
-    def encoder(self):                # a ViT without a head
+    def encoder(self):                # the ViTConfig of the encoder, a ViT without a head
         own = {f.name: getattr(self, f.name) for f in fields(ViTConfig) if hasattr(self, f.name)}
         return ViTConfig(**{**own, "num_classes": 0})
 
@@ -93,8 +94,9 @@ class SegmenterConfig:
 class MaskDecoder(nn.Module):
     """Mask transformer: patch tokens (B, n, C) to one score per class, (B, n, K).
 
-    One learned token per class joins the patch tokens for some blocks. The score of a class at a
-    patch is the cosine between their tokens, with a LayerNorm over the K classes.
+    One learned token per class joins the patch tokens in all decoder blocks. The score of a class
+    at a patch is the cosine between the class's token and the patch's token. A LayerNorm over the K
+    classes follows.
     """
 
     def __init__(self, config):
@@ -124,7 +126,7 @@ class MaskDecoder(nn.Module):
 
 
 class Segmenter(nn.Module):
-    """Images (B, 3, h, w) in [0, 1], any h and w, to logits (B, K, h, w)."""
+    """Segmentation model: images (B, 3, h, w) in [0, 1], any h and w, to logits (B, K, h, w)."""
 
     def __init__(self, config):
         super().__init__()
@@ -150,7 +152,7 @@ class Segmenter(nn.Module):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
         x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
-        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: a faster loss
+        x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: faster loss
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def forward(self, images):
@@ -164,8 +166,8 @@ class Segmenter(nn.Module):
 def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The result is the largest image that fits a box with sides scale * 4 size and scale * size. If
-    its short side is smaller than the window, the short side is enlarged to the window.
+    The result is the largest image with long side <= 4 * size * scale and short side <= size *
+    scale. If its short side is smaller than the window, it is enlarged until the two are equal.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
@@ -176,7 +178,7 @@ def view(image, size, scale, window):
 
 
 def window_corners(height, width, window, stride):
-    """Return (top, left) of each window, row by row; the last of a row ends at the border."""
+    """Return (top, left) of each window, row by row. The last windows end at the image's border."""
     def starts(side):
         if not 1 <= stride <= window <= side:
             raise InputError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
@@ -212,7 +214,7 @@ def view_logits(model, views, *, window, stride, batch_size=8):
 
 
 def to_image(logits, flipped, shape):
-    """Resize the logits (k, h, w) of a view to the image, (k, *shape), and undo its flip."""
+    """Resize a view's logits (k, h, w) to the image's shape, (k, *shape); undo the view's flip."""
     logits = resize(logits, shape)
     return logits.flip(2) if flipped else logits
 
@@ -220,7 +222,8 @@ def to_image(logits, flipped, shape):
 def image_views(model, image, *, size, window, scales=(1.0,), flip=False):
     """Make the views of an image (3, h, w), uint8 or float in [0, 1]: a list of (view, flipped).
 
-    size: of the short side at scale 1, in pixels. flip: also mirror the view of each scale.
+    size: pixels of the short side at scale 1. window: see `view`. flip: also return a mirrored view
+    per scale.
     """
     image = image.to(next(model.parameters()).device)
     views = [(view(image, size, scale, window), False) for scale in scales]
@@ -228,7 +231,7 @@ def image_views(model, image, *, size, window, scales=(1.0,), flip=False):
 
 
 def predict_views(model, views, shape, **windows):
-    """Average the class probabilities of views: (K, *shape). windows: see view_logits."""
+    """Average the class probabilities of views: (K, *shape). windows: keywords of view_logits."""
     probabilities = (to_image(logits, flipped, shape).softmax(0) for logits, (_, flipped) in
                      zip(view_logits(model, views, **windows), views))
     return sum(probabilities) / len(views)
@@ -237,23 +240,25 @@ def predict_views(model, views, shape, **windows):
 def predict(model, image, *, window, stride, batch_size=8, **how):
     """Return the class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1].
 
-    model: in eval mode. window, stride, batch_size: see view_logits. how: see image_views; the
-    multi-scale evaluation of rstrudel/segmenter has scales 0.5, 0.75, 1, 1.25, 1.5, 1.75 and flip.
-    The result takes 4 K h w bytes; `predict_classes` needs much less memory for a large photo.
+    model: in eval mode. window, stride, batch_size: see view_logits. how: size, scales and flip of
+    image_views. In the multi-scale evaluation of rstrudel/segmenter, scales are 0.5, 0.75, 1, 1.25,
+    1.5, 1.75, and flip is True. The result takes 4 K h w bytes; `predict_classes` needs much less
+    memory for a large photo.
     """
     views = image_views(model, image, window=window, **how)
     return predict_views(model, views, image.shape[1:], window=window, stride=stride,
                          batch_size=batch_size)
 
 
-MAX_LOGITS = 2 ** 24                         # logits at the image's size in memory at a time: 64 MB
+MAX_LOGITS = 2 ** 24                         # that predict_classes resizes at a time: 64 MB
 
 
 @torch.no_grad()
 def predict_classes(model, image, *, window, stride, batch_size=8, **how):
     """Return the most probable class (h, w) int64 of each pixel: the argmax of `predict`.
 
-    Visits a few classes at a time, so that it never stores K maps of the image's size.
+    Computes a few classes at a time, so it never stores K maps of the image's size. Arguments: see
+    predict.
     """
     views, shape = image_views(model, image, window=window, **how), image.shape[1:]
     maps = view_logits(model, views, window=window, stride=stride, batch_size=batch_size)
@@ -284,7 +289,7 @@ def confusion(prediction, truth, num_classes):
     """Count pixels per true class (row) and predicted class (column): (K, K) int64.
 
     prediction, truth: class indices of the same shape, any integer type. Pixels with truth 255 do
-    not count. Add the counts of several images.
+    not count. For several images, add their matrices.
     """
     keep = truth != IGNORE
     t, p = truth[keep].long(), prediction[keep].long()
@@ -292,12 +297,13 @@ def confusion(prediction, truth, num_classes):
 
 
 def scores(confusion):
-    """Compute the scores of a data set, in per cent, from its confusion (K, K).
+    """Compute the scores of a data set, in per cent, from its confusion matrix (K, K).
 
-    Returns dict(pixel_accuracy, mean_accuracy, mean_iou, accuracy=[one per class], iou=[one per
-    class], classes=the number in mean_iou, classes_in_truth=the number in mean_accuracy). A class
-    that is absent from the truth has accuracy NaN, and a class that is absent from truth and
-    predictions has IoU NaN; the means leave NaN out.
+    Returns a dict with
+        pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave NaN out
+        accuracy: one number per class, NaN for a class that is absent from the truth
+        iou: one number per class, NaN for a class that is absent from truth and predictions
+        classes, classes_in_truth: how many classes mean_iou and mean_accuracy average
     """
     m = confusion.cpu().double()                          # mps has no float64
     right, truth, predicted = m.diagonal(), m.sum(1), m.sum(0)
@@ -313,8 +319,8 @@ def scores(confusion):
 def predictions(model, source, index, *, change=None, amp=False, num_workers=0, **how):
     """Yield (image (3, H, W), label (H, W), prediction (H, W)), uint8, of source[i] for i in index.
 
-    The image is the changed one. All are on the model's device. how: arguments of predict. See
-    evaluate for the rest.
+    With `change`, the yielded image is the changed image. The three tensors are on the model's
+    device. how: keywords of predict. For the other arguments see evaluate.
     """
     device = next(model.parameters()).device
     loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
@@ -329,19 +335,21 @@ def predictions(model, source, index, *, change=None, amp=False, num_workers=0, 
 
 def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, change=None,
              index=None, amp=False, num_workers=0, rank=0, world=1, progress=None):
-    """Evaluate a Segmenter on a data set: (dict for a JSON file, confusion (K, K) int64).
+    """Evaluate a Segmenter on a data set. Returns (dict for a JSON file, confusion (K, K) int64).
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
     0, and 255 is ignored. size: the short side at scale 1, in pixels. window, stride: in pixels.
     scales, flip: see predict.
-    change: a function of images (1, 3, H, W) uint8 on the model's device and of [i], the number of
-    the image in source; it returns changed images of the same shape and type, before resizing.
-    index: list of the images to use (default: all). amp: compute in bf16. num_workers: decoding
-    processes. rank, world: the processes share the images, and each returns the scores of all.
-    progress: text for a progress bar (default: no bar).
+    change: a function that corrupts or attacks an image before it is resized. change(images, [i])
+    takes image i of source as (1, 3, H, W) uint8 on the model's device, and returns the same shape
+    and type.
+    index: numbers i of the images to use (default: all). amp: compute in bf16. num_workers:
+    decoding processes. rank, world: each process evaluates its share of the images, and returns
+    the scores on all images. progress: text for a progress bar (default: no bar).
 
     The dict contains the result of `scores`, rounded to 4 decimals, with None instead of NaN, and
-    `images`, their number. The model's mode stays as it was. InputError if no pixel has a label.
+    `images`, the number of images. The model keeps its train or eval mode. InputError if no pixel
+    has a label.
     """
     index = list(range(len(source))) if index is None else list(index)
     K, training = model.config.num_classes, model.training
@@ -349,7 +357,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     mine = index[rank::world]
     triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
                           scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
-    quiet = rank > 0 or progress is None or None            # None: where output is redirected
+    quiet = rank > 0 or progress is None or None            # None: no bar in a redirected output
     for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
         matrix += confusion(prediction, label, K)
     model.train(training)
@@ -371,12 +379,15 @@ def plain(metrics):
 # --- weights from files --------------------------------------------------------------------------
 
 def segmenter_from_checkpoint(checkpoint):
-    """Rebuild the model of a checkpoint of train_seg.py, in eval mode."""
+    """Rebuild the Segmenter from a checkpoint of train_seg.py, in eval mode."""
     return rebuild(checkpoint, "segmentation", Segmenter, SegmenterConfig)
 
 
 def backbone_settings(checkpoint):
-    """Return the keywords of SegmenterConfig for an encoder with a classifier's weights."""
+    """Return the settings of SegmenterConfig with which the encoder fits a classifier's weights.
+
+    checkpoint: of train_cls.py, DeiT or timm. InputError if it contains no ViT.
+    """
     if "task" not in checkpoint:
         from checkpoints import foreign_settings
         return foreign_settings(checkpoint)

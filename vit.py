@@ -18,9 +18,11 @@ from torch import nn
 from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
 from common import InputError, one_of, rebuild
 
-SIZES = {                                # number of parameters with softmax attention at 224 px
-    "nano": dict(embed_dim=64, depth=4, num_heads=2),      # 32 px, patch_size=4: scenes, on a CPU
-    "micro": dict(embed_dim=96, depth=6, num_heads=3),     # 32 px, patch_size=4: CIFAR-10, on a CPU
+SIZES = {
+    # for images of 32 px and patch_size=4, on a CPU: our scenes, CIFAR-10
+    "nano": dict(embed_dim=64, depth=4, num_heads=2),
+    "micro": dict(embed_dim=96, depth=6, num_heads=3),
+    # DeiT's sizes; number of parameters with softmax attention at 224 px
     "tiny": dict(embed_dim=192, depth=12, num_heads=3),    # 5,717,416
     "small": dict(embed_dim=384, depth=12, num_heads=6),   # 22,050,664
     "base": dict(embed_dim=768, depth=12, num_heads=12),   # 86,567,656
@@ -35,18 +37,19 @@ class ViTConfig:
     """
     image_size: int = 224             # pixels per side
     patch_size: int = 16              # divides image_size
-    num_classes: int = 1000           # 0: no head (segmenter.py)
+    num_classes: int = 1000           # 0: no head, as in the encoder of a Segmenter
     embed_dim: int = 192              # C
     depth: int = 12
     num_heads: int = 3                # H
     mlp_ratio: float = 4.0
     attn: str = "softmax"             # a name in attention.ATTENTIONS or LAYER_PATTERNS
     rpc_layers: tuple = (0,)          # layers with RPC-Attention; the paper's "layer1" is (0,)
-    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: attention.PAP_SETTINGS
-    drop_path: float = 0.0            # stochastic depth: rate of the last block, linear from 0
+    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: see SelfAttention
+    drop_path: float = 0.0            # rate of stochastic depth: 0 in the first block, this value
+                                      # in the last block, linear between them
     eps: float = 1e-6                 # epsilon of every LayerNorm
-    init: str = "trunc_normal"        # of Linear layers, as in DeiT; "default": as in PyTorch
-    mean: tuple = (0.485, 0.456, 0.406)         # normalise pixels in [0, 1], per channel
+    init: str = "trunc_normal"        # Linear layers begin as in DeiT; "default": as in PyTorch
+    mean: tuple = (0.485, 0.456, 0.406)         # mean and std normalise pixels in [0, 1]
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
@@ -64,7 +67,7 @@ class ViTConfig:
                              f"0..{self.depth - 1}")
 
     @property
-    def num_tokens(self):             # N, class token included
+    def num_tokens(self):             # N: one token per patch, and the class token
         return (self.image_size // self.patch_size) ** 2 + 1
 
     def layer_attn(self, i):
@@ -76,7 +79,7 @@ class ViTConfig:
 # --- modules --------------------------------------------------------------------------------------
 
 def drop_path(x, p):
-    """Set each sample of x (B, N, C) to 0 with probability p; divide the rest by 1 - p."""
+    """Set each sample of x (B, N, C) to 0 with probability p; divide the other samples by 1 - p."""
     return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
 
@@ -96,8 +99,9 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block with an attention and an MLP, (B, N, C) in and out.
 
-    Pre-norm: attention and MLP read normalised tokens and add their outputs to the tokens before
-    normalisation. drop_path: rate of dropping an output. eps: epsilon of both norms.
+    Pre-norm: attention and MLP read normalised tokens, and their outputs are added to the tokens
+    that are not normalised. attn, mlp: modules. drop_path: the probability that an output is
+    dropped, per sample. eps: epsilon of both norms.
     """
 
     def __init__(self, dim, attn, mlp, drop_path=0.0, eps=1e-6):
@@ -128,7 +132,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
 
     def forward(self, images):
-        return self.proj(images).flatten(2).transpose(1, 2)     # .mT has no ONNX export
+        return self.proj(images).flatten(2).transpose(1, 2)     # ONNX cannot export .mT
 
 
 class ViT(nn.Module):
@@ -146,7 +150,7 @@ class ViT(nn.Module):
         self.init_weights()
 
     def build(self, c):
-        """Make patch_embed, pos_embed and blocks. FAN overrides this."""
+        """Make patch_embed, pos_embed and blocks. FAN overrides this method."""
         C, H, how = c.embed_dim, c.num_heads, dict(pap=c.pap, num_tokens=c.num_tokens)
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, C))
@@ -156,7 +160,10 @@ class ViT(nn.Module):
             for i in range(c.depth))
 
     def init_weights(self):
-        """Draw positions, class token and, with init="trunc_normal", Linear weights (std 0.02)."""
+        """Draw the initial weights from a truncated normal distribution with std 0.02.
+
+        These are the positions, the class token and, with init="trunc_normal", the Linear weights.
+        """
         for token in (self.pos_embed, self.cls_token):
             if isinstance(token, nn.Parameter):         # in a FAN, pos_embed is a module
                 nn.init.trunc_normal_(token, std=0.02)
@@ -169,7 +176,7 @@ class ViT(nn.Module):
     def tokens(self, x, pos_embed):
         """Turn normalised images (B, 3, h, w) into tokens with positions, (B, N, C).
 
-        Token 0 is the class token. It belongs to no patch, attends to all patches, and the head
+        Token 0 is the class token. It belongs to no patch and attends to all patches. The head
         reads it after the last block.
         """
         x = self.patch_embed(x)
@@ -212,9 +219,10 @@ class ViT(nn.Module):
 
 
 def resize_pos_embed(pos_embed, grid, mode):
-    """Interpolate the positions of the patches, (1, 1 + side * side, C), to a grid (h, w).
+    """Interpolate position embeddings (1, 1 + side * side, C) to a grid (h, w) of patches.
 
-    The position of the class token, the first, stays. mode: see F.interpolate.
+    The first one belongs to the class token and stays unchanged. mode: see F.interpolate.
+    Returns (1, 1 + h * w, C).
     """
     side = math.isqrt(pos_embed.shape[1] - 1)
     if side * side != pos_embed.shape[1] - 1:           # a distilled DeiT has a second token
@@ -226,16 +234,17 @@ def resize_pos_embed(pos_embed, grid, mode):
 
 
 def architecture(checkpoint):
-    """Return the model of a checkpoint of train_cls.py: "vit" or "fan".
+    """Return which model a checkpoint of train_cls.py contains: "vit" or "fan".
 
-    Checkpoints of earlier versions do not store it; only a FAN's config has `cls_depth`.
+    Earlier versions of train_cls.py did not store this. In their checkpoints, the config of a FAN
+    has the field `cls_depth`, and the config of a ViT does not.
     """
     stored = checkpoint.get("architecture")
     return stored or ("fan" if "cls_depth" in checkpoint.get("model_config", {}) else "vit")
 
 
 def classifier_from_checkpoint(checkpoint):
-    """Rebuild the ViT or FAN of a checkpoint of train_cls.py, in eval mode."""
+    """Rebuild the ViT or FAN from a checkpoint of train_cls.py, in eval mode."""
     if architecture(checkpoint) == "fan":
         from fan import FAN, FANConfig
         return rebuild(checkpoint, "classification", FAN, FANConfig)

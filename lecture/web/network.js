@@ -11,7 +11,7 @@
 const FORMS = {
   released: {threshold: "times", mu_dim: "model", dual_sign: -1},     // the authors' code
   paper: {threshold: "over", mu_dim: "head", dual_sign: -1},          // Algorithm 1 as printed
-  admm: {threshold: "over", mu_dim: "head", dual_sign: +1},           // what ADMM prescribes
+  admm: {threshold: "over", mu_dim: "head", dual_sign: +1},           // with the sign of ADMM
 };
 const N = 65, C = 64, H = 2, D = 32, DEPTH = 4, PATCH = 4, SIDE = 32, EPS = 1e-6;
 
@@ -86,7 +86,7 @@ function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
     for (let i = 0; i < H * N * D; i++) {
       const head = Math.floor(i / (N * D));
       S[i] = softThreshold(K[i] - L[i] + Z[i], tau[head]);    // line 3: S = S_tau(K - L + Y/mu)
-      rest[i] = K[i] - S[i];                          // Eq. 14: L + S = K, so L has to become this
+      rest[i] = K[i] - S[i];                          // Eq. 14: L + S = K, so L should become K - S
       K2[i] = rest[i] + dual_sign * Z[i];             // K - S - Y/mu, the keys of line 4
     }
     L = softmaxAttention(K2, K2, v);                  // Alg. 1, line 4
