@@ -4,9 +4,9 @@
     model, settings, notes = foreign_vit(file)                      # to evaluate it
     notes = load_weights(model, file, new_head=True)                # to fine-tune it
 
-A file of weights does not store everything that its network computes: the number of heads, the
-epsilon of the norms and the normalisation of the pixels are missing. `foreign_vit` assumes the
-usual values, lists each assumption as a sentence, and has an argument that replaces it.
+A file of weights does not store every setting of its network: the number of heads, the epsilon of
+the norms and the normalisation of the pixels are missing. `foreign_vit` assumes the usual values
+and returns one sentence per assumption. Its arguments replace the assumed values.
 """
 
 import math
@@ -20,7 +20,7 @@ from vit import ViT, ViTConfig, architecture, resize_pos_embed
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
-# Parts of a timm ViT outside its blocks that change its output and that vit.py does not have.
+# Parts of timm ViTs outside the blocks that vit.py does not have; without them the output differs.
 UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
                  "attn_pool.")
 
@@ -31,7 +31,8 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
 
     checkpoint: a dict from `common.load`. weights: "model", or "ema" for the average of the weights
     over the training steps. num_heads, eps (of every LayerNorm), normalize (a key of `NORMALIZE`):
-    values that the file does not store. image_size: pixels; the positions are interpolated to it.
+    values that the file does not store. image_size: pixels per side (default: the trained size);
+    the position embeddings are interpolated to this size.
 
     Returns:
         the ViT in eval mode; it takes pixels in [0, 1]
@@ -62,17 +63,18 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
 
 
 def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="model"):
-    """Load the weights of a checkpoint into a classifier; return what was adapted, as sentences.
+    """Load the weights of a checkpoint into a classifier; return one sentence per adaptation.
 
-    checkpoint: a dict from `common.load`, with timm's names, for a FAN with the names of
-    `NVlabs/FAN`. new_head: keep the model's own head if the number of classes differs, to
-    fine-tune. mode: interpolates the positions of another image size (bicubic in DeiT, bilinear in
-    Segmenter). weights: "model" or "ema". InputError if the weights do not fit the model.
+    checkpoint: a dict from `common.load`. Its weights have timm's names, or, for a FAN, the names
+    of `NVlabs/FAN`. new_head: keep the model's own head if the number of classes differs, to
+    fine-tune. mode: how position embeddings are interpolated to another image size (bicubic in
+    DeiT, bilinear in Segmenter). weights: "model" or "ema". InputError if the weights do not fit
+    the model.
     """
     c, own, notes = model.config, model.state_dict(), []
     state = find_weights(checkpoint, weights)
 
-    # RPC and symmetric attention have the same weights, so compare the stored attention, too.
+    # RPC and symmetric attention have weights of equal shapes: compare the stored attention, too.
     stored = released_attention(checkpoint.get("args"), c.depth)
     ours = {name: getattr(c, name) for name in stored}
     if ours != stored:
@@ -105,9 +107,10 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
 def find_weights(checkpoint, weights="model"):
     """Return the weights in a checkpoint as a new dict with the names that vit.py and fan.py use.
 
-    weights: "model", stored as "model", "state_dict" or alone; "ema", the average over the training
-    steps, stored as "model_ema", "state_dict_ema" or "ema". Wrappers put a prefix before each name
-    ("module.", "_orig_mod."); it is removed. InputError names the parts of a file without them.
+    weights: "model", stored as "model", as "state_dict" or without a name; or "ema", the average
+    over the training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
+    wrapper puts before each name ("module.", "_orig_mod.") is removed. InputError if the file does
+    not contain these weights.
     """
     def holds_weights(x):
         return isinstance(x, dict) and any(torch.is_tensor(w) for w in x.values())
@@ -126,13 +129,15 @@ def find_weights(checkpoint, weights="model"):
         raise InputError(f"the file holds several networks, {', '.join(prefixes)}; expected one")
     state = {name.removeprefix("".join(prefixes)): w for name, w in state.items()}
 
-    # The released code keeps S of Scaled Attention in the attention layer itself.
+    # The released code stores S of Scaled Attention as attn.s, ours as attn.learned.s.
     return {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in state.items()}
 
 
 def drop_unused_queries(config, state):
-    """Remove the queries that `rachtsy/KPCA-S` projects in its RPC layer of Sym/Asym (App. E.9)
-    and never uses."""
+    """Remove weights that `rachtsy/KPCA-S` stores but never uses, from `state` in place.
+
+    They project queries in the RPC layers of Sym/Asym (App. E.9), where the keys are the queries.
+    """
     for i in config.rpc_layers if config.attn == "sym_asym" else ():
         for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
             if name in state and len(state[name]) == 3 * config.embed_dim:
@@ -144,9 +149,10 @@ def drop_unused_queries(config, state):
 def foreign_settings(checkpoint, weights="model"):
     """Read the settings of the ViT in a foreign checkpoint: a dict of fields of ViTConfig.
 
-    Files of `rachtsy/KPCA_code` store their attention. Otherwise the shapes decide: 3C rows in qkv
-    belong to softmax attention (with a weight S: Scaled Attention), as in DeiT and timm. The heads
-    are assumed to be 64 wide. InputError if the file holds no ViT or an unknown attention.
+    Files of `rachtsy/KPCA_code` store their attention. For other files the shapes decide: if qkv
+    has 3C rows, as in DeiT and timm, the attention is softmax, or Scaled Attention if there is a
+    weight S. The heads are assumed to be 64 wide. InputError if the file contains no ViT, or if the
+    attention remains unknown.
     """
     state = find_weights(checkpoint, weights)
     names = ("pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight",
@@ -162,8 +168,9 @@ def foreign_settings(checkpoint, weights="model"):
         kind = "softmax" if S is None else "scaled_s" if S.ndim == 3 else "scaled_alpha"
         attention = dict(attn=kind)
     if not attention:
-        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; this file does "
-                         "not say which, nor n and lambda, and the weights do not tell them apart")
+        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; the file does not "
+                         "store which, and the weights do not show it: expected `args` with "
+                         "num_iter and lambd, as in files of rachtsy/KPCA_code")
     return dict(embed_dim=C, depth=depth, num_heads=max(1, C // 64), patch_size=patch.shape[-1],
                 mlp_ratio=len(fc1) / C, **attention)
 
@@ -174,9 +181,9 @@ def trained_size(state):
 
 
 def released_attention(args, depth):
-    """Return the attention in `args` of a file of `rachtsy/KPCA_code` as fields of ViTConfig.
+    """Return the attention of a file of `rachtsy/KPCA_code` as fields of ViTConfig.
 
-    Returns {} for args without these fields.
+    args: the flags stored in the file. Returns {} if they do not describe an attention.
     """
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
@@ -191,8 +198,8 @@ def released_attention(args, depth):
 def flags_for(checkpoint, sizes):
     """Return flags of train_cls.py that fit a ViT's weights: model, patch_size, image_size.
 
-    sizes: {name of --model: settings}, as vit.SIZES; without a match `model` is left out. Returns
-    {} for every other checkpoint.
+    sizes: {name of --model: settings}, such as vit.SIZES. `model` is left out if no size matches.
+    Returns {} if the checkpoint contains no ViT.
     """
     if "task" in checkpoint:                                            # written by our trainers
         config = checkpoint["model_config"]
@@ -201,7 +208,7 @@ def flags_for(checkpoint, sizes):
     else:
         try:
             config = foreign_settings(checkpoint)
-        except InputError:                          # load_weights raises it again, with its reason
+        except InputError:                          # load_weights raises the same error later
             return {}
         config["image_size"] = trained_size(find_weights(checkpoint))
     models = [name for name, size in sizes.items()

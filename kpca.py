@@ -1,6 +1,6 @@
 """Attention as kernel PCA: the theory of Teo & Nguyen 2024, one line of code per equation.
 
-    python kpca.py        # a worked example with each number by hand and computed; then Theorem 1
+    python kpca.py        # print an example, each number by hand and computed; check Theorem 1
 
 The keys k_1 ... k_N of one head are the data. k(x, y) = exp(x.y / sqrt(D)) measures the similarity
 of two vectors, and g(x) = sum_j k(x, k_j). phi is the feature map with phi(x).phi(y) = k(x, y) /
@@ -10,7 +10,7 @@ the query on the axes.
 
     Eq. 4     phi~(k_j), centred features               project_features
     Eq. 5     C u_d = lambda_d u_d, C: covariance
-    Eq. 6     so a_dj = phi~(k_j).u_d / (N lambda_d)
+    Eq. 6     a_dj = phi~(k_j).u_d / (N lambda_d)
     Eq. 7     u_d = sum_j a_dj phi~(k_j)
     Eq. 10    H = [phi(q_i).u_d]
     Eq. 8     h_i(d) = sum_j a_dj phi(q_i).phi~(k_j)    theorem_1; kernel_projections
@@ -18,32 +18,33 @@ the query on the axes.
     Eq. 11    G~ a_d = N lambda_d a_d = sigma_d a_d     theorem_1; kernel_pca; eigen_cosine
     Thm. 1    v_dj = a_dj/g_j - mean_j' a_dj'/g_j       theorem_1; theoretical_values
     App. B    G~ from G (K~, K in the paper)            centre
-    Eq. 12    attention with (I - S) v                  attend_scaled; attention.py's is learned
+    Eq. 12    attention with (I - S) v                  attend_scaled (attention.py learns S)
     App. E.1  S_jj' = g_j' / (N g_j)                    attend_scaled; exact_scaling
     Eq. 13    J = mean(|phi(q)|^2 - |h|^2)              projection_error; projection_loss
     App. C    |phi(q)|^2 from A's first column          projection_error; log_phi2 (without A)
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
-First, each equation stands as printed. Then the functions that experiments need are written in
-logarithms, where long keys do not overflow. studies/kernel_pca.py tests whether trained values
-agree with Theorem 1.
+The first part writes each equation as the paper prints it. The second part computes the same in
+logarithms, where long keys do not overflow; experiments use this part. studies/kernel_pca.py tests
+whether trained values agree with Theorem 1.
 
-Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64; as printed: q (M, D) and so on.
+Shapes in the first part: q (M, D), k (N, D), v (N, Dv). In the second part, any dimensions can come
+before: q (..., M, D), k (..., N, D), v (..., N, Dv). All numbers are float64.
 """
 
 import math
 from fractions import Fraction
 from typing import NamedTuple
 
-import common  # noqa: F401, before torch: common.SPINS
+import common  # noqa: F401; before torch, because common sets a variable that torch reads
 import torch
 
 from attention import soft_threshold
 
-ROUNDING = torch.finfo(torch.float64).eps        # relative
+ROUNDING = torch.finfo(torch.float64).eps        # relative rounding error
 
 
-# --- as printed -----------------------------------------------------------------------------------
+# --- the equations as printed ---------------------------------------------------------------------
 
 def kernel(x, y):
     """Compute k(x_i, y_j), (M, N)."""
@@ -63,13 +64,13 @@ def centre(G):
 
 
 def top_eigh(matrix, d):
-    """Return the d largest eigenvalues of a symmetric matrix, descending, and the eigenvectors."""
+    """Return the d largest eigenvalues, descending, and eigenvectors of a symmetric matrix."""
     size, vectors = torch.linalg.eigh(matrix)
     return size.flip(-1)[..., :d], vectors.flip(-1)[..., :d]
 
 
 def theorem_1(q, k, d):
-    """Return projections on d axes and attention outputs, (M, d) each, which Theorem 1 equates."""
+    """Return both sides of Theorem 1: projections on d axes and attention outputs, (M, d) each."""
     E, g_k = kernel(k, k), g(k, k)
     sigma, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                      # Eq. 11
     a = U / sigma.sqrt()                                                    # so that |u_d| = 1
@@ -86,7 +87,7 @@ def features(x, k):
 
 
 def project_features(q, k, d):
-    """Compute the same projections from explicit features, as section 2 begins: (M, d).
+    """Compute the projections of `theorem_1` from the features themselves, (M, d): Eq. 4 to 10.
 
     The sign of each u_d is arbitrary.
     """
@@ -99,7 +100,10 @@ def project_features(q, k, d):
 
 
 def attend_scaled(q, k, v):
-    """Attention with the exact S of App. E.1. I - S is a projection: it centres g v over tokens."""
+    """Compute attention with the exact S of App. E.1.
+
+    I - S is a projection: g (I - S) v is g v minus its mean over tokens.
+    """
     S = g(k, k).mT / (len(k) * g(k, k))                                     # App. E.1
     return kernel(q, k) / g(q, k) @ (v - S @ v)                             # Eq. 12
 
@@ -112,7 +116,7 @@ def projection_error(q, k, h):
     return (phi2 - h.square().sum(-1)).mean()                               # Eq. 13
 
 
-# --- the same in logarithms -----------------------------------------------------------------------
+# --- the equations in logarithms ------------------------------------------------------------------
 
 def log_kernel(x, y, causal=False):
     """Compute log k(x_i, y_j), (..., M, N). causal: -inf for keys after k_i."""
@@ -140,18 +144,18 @@ def log_gram(k):
 
 
 def key_scale(k):
-    """Return log g(k_j), (..., N), and c, (..., 1): the largest diagonal entry of e^c G is 1."""
+    """Return log g(k_j), (..., N), and c, (..., 1). The largest diagonal entry of e^c G is 1."""
     s, lg = log_kernel(k, k), log_g(k, k)
     return lg, (2 * lg - s.diagonal(dim1=-2, dim2=-1)).amin(-1, keepdim=True)
 
 
 class Axes(NamedTuple):
-    """Kernel PCA of the keys of every head; for c see key_scale."""
+    """Kernel PCA of the keys of every head."""
     G: torch.Tensor                     # (..., N, N) e^c G~
     sigma: torch.Tensor                 # (..., N) eigenvalues of G, descending: e^c N lambda_d
     U: torch.Tensor                     # (..., N, N) orthonormal eigenvectors of G, in columns
     rank: torch.Tensor                  # (...) number of eigenvalues above the rounding error
-    c: torch.Tensor                     # (..., 1)
+    c: torch.Tensor                     # (..., 1) log of the scale of G, from key_scale
     log_g: torch.Tensor                 # (..., N) log g(k_j)
 
 
@@ -161,16 +165,20 @@ def kernel_pca(k):
     N = k.shape[-2]
     G = centre((log_gram(k) + c[..., None]).exp())
     sigma, U = top_eigh(G, N)
-    U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry positive
+    U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry is > 0
 
-    # Remark 2 says at most N axes. Centring removes one, and for long keys rounding removes more.
+    # Remark 2 allows N axes at most. Centring removes one. For long keys, float64 cannot resolve
+    # some of the others.
     top = sigma[..., :1]
     resolved = (sigma > N * ROUNDING * top) & (top > N * ROUNDING)
     return Axes(G, sigma, U, resolved.sum(-1).clamp(max=N - 1), c, lg)
 
 
 def coefficients(axes, d):
-    """Return e^(-c/2) a_d of the first d axes, (..., N, d), with |u_d| = 1; 0 beyond the rank."""
+    """Return e^(-c/2) a_d of the first d axes, (..., N, d), with |u_d| = 1.
+
+    Beyond the rank the result is 0.
+    """
     sigma = axes.sigma[..., :d]
     keep = torch.arange(sigma.shape[-1], device=sigma.device) < axes.rank[..., None]
     length = torch.where(keep, sigma, torch.inf).rsqrt()
@@ -178,13 +186,16 @@ def coefficients(axes, d):
 
 
 def theoretical_values(axes, d):
-    """Return the values for which attention is kernel PCA, (..., N, d). The mean of a_d is 0."""
+    """Return the values of Theorem 1, (..., N, d), for which attention is kernel PCA.
+
+    The mean of a_d, which Theorem 1 subtracts, is 0 up to rounding.
+    """
     a = coefficients(axes, d)
     return (axes.c / 2 - axes.log_g).exp()[..., None] * (a - a.mean(-2, keepdim=True))
 
 
 def kernel_projections(q, k, axes, d):
-    """Compute phi(q_i).u_d, (..., M, d), from u_d = sum_j a_dj phi~(k_j): no softmax, no values."""
+    """Compute phi(q_i).u_d, (..., M, d), from u_d = sum_j a_dj phi~(k_j), without values."""
     t = log_kernel(q, k)
     log_w = axes.c / 2 - axes.log_g
     dots = (t - t.logsumexp(-1, keepdim=True) + log_w[..., None, :]).exp()
@@ -201,10 +212,13 @@ def log_mean_exp(t):
 
 
 def projection_loss(log_phi2, h):
-    """Return J and its terms, means over tokens, (...). Terms are capped at e^700 to stay finite.
+    """Return J and its terms, which are means over tokens, (...) each.
 
-    log_phi2: (..., M). h: (..., M, Dv). Returns dict(J, phi2, h2, above=share of tokens with h2 >
-    phi2, rel_phi=|J| / phi2, rel_h=|J| / h2).
+    log_phi2: (..., M). h: (..., M, Dv). Returns a dict with
+        phi2, h2, J: means of |phi(q)|^2 and of |h|^2, and their difference
+        above: the share of tokens with |h|^2 > |phi(q)|^2
+        rel_phi, rel_h: |J| / phi2 and |J| / h2
+    Terms are capped at e^700 to stay finite.
     """
     phi2, h2 = log_phi2.clamp(max=700).exp(), h.square().sum(-1)            # (..., M)
     m_phi, m_h = phi2.mean(-1), h2.mean(-1)
@@ -214,10 +228,11 @@ def projection_loss(log_phi2, h):
 
 
 def a_hat(v, log_g, scaled=False):
-    """Return the a with v = (a - mean(a)) / g, up to a factor, (..., N, Dv): section 2.2.2.
+    """Recover a from values v = (a - mean(a)) / g, up to a factor, (..., N, Dv): section 2.2.2.
 
-    It exists only if sum_j g_j v_j = 0, because I - 1_N is singular; its pseudo-inverse is I - 1_N
-    itself. scaled: the a with v = a / g instead.
+    An exact a exists only if sum_j g_j v_j = 0, because I - 1_N is singular. For other values, a is
+    the pseudo-inverse of I - 1_N times g v. This pseudo-inverse is I - 1_N itself. log_g: (..., N).
+    scaled: recover a from the values v = a / g of Scaled Attention instead.
     """
     a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # g v
     return a if scaled else a - a.mean(-2, keepdim=True)
@@ -231,11 +246,11 @@ def basis(W):
 
 
 def ritz(axes, a):
-    """Return the basis of the columns of a in which G~ is diagonal, (..., N, Dv), largest first.
+    """Return the basis of a's column space in which G~ is diagonal, (..., N, Dv), largest first.
 
-    If eigenvectors span these columns, the result is the eigenvectors, for every basis a. So
-    eigen_cosine of the result does not change with v -> v R. Columns that float64 cannot resolve
-    are 0.
+    If eigenvectors of G~ span this space, the result is these eigenvectors, for every basis a of
+    the space. So eigen_cosine of the result stays the same if values v are replaced by v R, with an
+    invertible matrix R. Columns that float64 cannot resolve are 0.
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
@@ -245,10 +260,12 @@ def ritz(axes, a):
 def eigen_cosine(axes, a):
     """Measure how close each column of a is to an eigenvector, G~ a = lambda N a.
 
-    Returns a dict of (..., Dv). rho: e^c times the Rayleigh quotient. eig_cos: the cosine between a
-    and G~ a, which is 1 for eigenvectors only, and NaN for a = 0. wstd: e^c times the standard
-    deviation of gamma = G~ a / (N a) with weights a^2, computed without a division by a.
-    wstd/lambda: lambda = rho / N, so this ratio does not contain e^c.
+    Returns a dict of (..., Dv):
+        rho: e^c times the Rayleigh quotient
+        eig_cos: the cosine between a and G~ a; 1 for eigenvectors only, NaN for a = 0
+        wstd: e^c times the standard deviation of gamma = G~ a / (N a) with weights a^2, computed
+            without a division by a
+        wstd/lambda: wstd divided by rho / N, so e^c cancels
     """
     N, Ga, length = a.shape[-2], axes.G @ a, a.norm(dim=-2)
     rho = (a * Ga).sum(-2) / length.square()
@@ -260,8 +277,8 @@ def eigen_cosine(axes, a):
 def exact_scaling(k, v):
     """Return S v of attend_scaled for k, v (..., N, D), float64: (1/g_j) mean_j'(g_j' v_j').
 
-    Not for training: for keys with standard deviation 2 (N 197, D 64), g spans a factor of e^31.
-    Not causal.
+    Do not train with this function: for keys with standard deviation 2 (N = 197, D = 64), the
+    largest g is e^31 times the smallest. There is no causal version.
     """
     k, v = k.double(), v.double()
     lg = log_g(k, k)[..., None]                                             # (..., N, 1)
@@ -273,12 +290,12 @@ def exact_scaling(k, v):
 # --- robust PCA (App. D) --------------------------------------------------------------------------
 
 def pcp(M, tol=1e-7, max_iter=1000):
-    """Principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
+    """Run principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
 
     M: (N, D). Returns (L, S), each (N, D) float64. Stops at ||M - L - S||_F <= tol ||M||_F or after
-    max_iter steps. This is ADMM as in Candes et al. 2011, with their lambd and mu, and L first. In
-    line 4, Algorithm 2 prints the threshold mu for 1/mu and -Y/mu for +Y/mu; as printed, it
-    diverges.
+    max_iter steps. Source: the ADMM of Candes et al. 2011, with their lambd and mu; each step
+    updates L before S. Line 4 of the paper's Algorithm 2 differs: its threshold is mu, not 1/mu,
+    and it has -Y/mu, not +Y/mu. Algorithm 2 as printed diverges.
     """
     M = M.double()
     N, D = M.shape
@@ -298,12 +315,12 @@ def pcp(M, tol=1e-7, max_iter=1000):
 # --- python kpca.py -------------------------------------------------------------------------------
 
 def by_hand(text):
-    """Read the numbers in a text such as "2/27 0.5": a float64 tensor."""
+    """Convert a text of numbers, such as "2/27 0.5", to a float64 tensor."""
     return torch.tensor([float(Fraction(number)) for number in text.split()], dtype=torch.float64)
 
 
 def hand_example():
-    """Yield (name, numbers by hand, numbers computed) for four keys on the axes of a plane.
+    """Yield (name, numbers by hand, computed numbers) for four keys on the axes of a plane.
 
     The keys are a(1,0), a(0,1), a(-1,0), a(0,-1). With a^2 = sqrt(2) ln 2, every kernel value is a
     power of 2.
@@ -334,8 +351,8 @@ def hand_example():
     yield "a for v = (1,0,0,0), times 4.5", "27/8 -9/8 -9/8 -9/8", 4.5 * a[:, 0]
     yield "  G~ a: not a multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ a)[:, 0]
     yield "  gamma = G~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
-    yield "  mean |gamma_i - gamma_j|: 'almost 0'", "10/729", torch.pdist(gammas[:, None]).mean()
-    yield "  but lambda_1 itself is", "1/54", sigma[0] / 4
+    yield "  mean |gamma_i - gamma_j|, near 0,", "10/729", torch.pdist(gammas[:, None]).mean()
+    yield "  but lambda_1 is not much larger", "1/54", sigma[0] / 4
     yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)["eig_cos"][0].square()
 
 
@@ -351,7 +368,10 @@ def hand():
 
 
 def difference(h, other):
-    """Return the largest difference of |h| over the largest |h|; signs of axes are arbitrary."""
+    """Return, as text, the largest difference between |h| and |other|, divided by the largest |h|.
+
+    Signs are ignored, because the sign of an axis is arbitrary.
+    """
     return f"{((h.abs() - other.abs()).abs().max() / h.abs().max()).item():.1e}"
 
 
@@ -360,8 +380,8 @@ def main():
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)
     projections, h = theorem_1(q, k, 16)
-    print("Theorem 1 on 65 random keys, 16 axes: largest difference divided by largest |h|.\n"
-          "All differences are rounding errors of float64, below 1e-11 for long keys, too.\n")
+    print("Theorem 1 on 65 random keys, 16 axes: largest difference, divided by the largest |h|.\n"
+          "All differences are rounding errors of float64: below 1e-11, for long keys, too.\n")
     print("  attention and projections, as printed  ", difference(h, projections))
     print("  attention and explicit features        ", difference(h, project_features(q, k, 16)))
     for size in (1, 5, 25):

@@ -1,18 +1,19 @@
-"""Look inside a network: what it answers for an image, where it attends, and where S is.
+"""Look inside a network: its answer for an image, its attention maps, and the size of S.
 
     python look.py                                                    # a rendered scene with noise
     python look.py --image lecture/pictures/scene.png                 # the middle of any picture
     python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-A classifier and one image: prints the likeliest classes and draws look.png. In a rendered scene,
-six patches are replaced by noise, because S should mark corrupted patches; blue frames show them.
-The upper row shows where the class token attends in each layer, as a mean over heads. The
-percentage is the share of its attention that goes to the patches; the rest stays on the class token
-itself. Each layer with RPC-Attention has one more row: the size of S per patch after each step.
+For a classifier and one image, look.py prints the likeliest classes and draws look.png. In a
+rendered scene, look.py first replaces six patches by noise, because S, the sparse part of the keys,
+should mark corrupted patches. Blue frames show these patches. The upper row of the picture shows
+where the class token attends in each layer, as a mean over heads. The percentage is the share of
+the attention that goes to the patches; the rest stays on the class token itself. Each layer with
+RPC-Attention has another row, with the size of S per patch after each step.
 
-A classifier and a folder of images: writes a table with file, likeliest class and its probability.
-A Segmenter and one image: draws the classes over the image. Layers are counted from 0.
+For a classifier and a folder of images, look.py writes a table: file, likeliest class, probability.
+For a Segmenter and one image, look.py draws the classes over the image. Layers are counted from 0.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
 from vit import architecture, classifier_from_checkpoint
 
-SIDE, MARGIN, LINE = 160, 8, 22             # pixels: of a map, between maps, of a line of text
+SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
 FONT = ImageFont.load_default(size=16)
 FRAME = "#35d0ff"                           # around corrupted patches, as in the lecture
 # The colours of the maps from 0 to 1 as in the lecture: matplotlib's magma at nine points.
@@ -44,16 +45,16 @@ def get_args():
     """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="checkpoint of train_cls.py or "
-                   "train_seg.py: a file, or the folder of a run, which means its best.pt if there "
-                   "is one, else its last.pt (default: %(default)s)")
-    p.add_argument("--image", help="JPEG, PNG or WebP file, or a folder of them (default: a "
-                   "rendered scene)")
+    p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
+                   "train_cls.py or train_seg.py: a file, or the folder of a run (best.pt if the "
+                   "folder contains one, else last.pt; default: %(default)s)")
+    p.add_argument("--image", help="look at this JPEG, PNG or WebP file, or at a folder of them "
+                   "(default: a rendered scene)")
     p.add_argument("--scene", type=common.number(int, 0), default=35,
-                   help="number of the rendered test scene (default: %(default)s)")
-    p.add_argument("--noise", type=common.number(int, 0), help="number of patches to replace by "
-                   "noise (default: 6 in a rendered scene, 0 in your image)")
-    p.add_argument("--out", help="file to write (default: look.png, for a folder look.csv)")
+                   help="render the test scene with this number (default: %(default)s)")
+    p.add_argument("--noise", type=common.number(int, 0), help="replace this many patches by noise "
+                   "(default: 6 in a rendered scene, 0 in your image)")
+    p.add_argument("--out", help="write to this file (default: look.png, for a folder look.csv)")
     return p.parse_args()
 
 
@@ -66,7 +67,7 @@ def to_picture(image):
 
 
 def draw_map(x, largest):
-    """Draw one number per patch, (P,), as a Pillow image: black is 0, light yellow `largest`."""
+    """Draw one number per patch, (P,), as a Pillow image. Black is 0, light yellow is `largest`."""
     side = round(len(x) ** 0.5)
     x = (x / largest).nan_to_num(0).clamp(0, 1) * (len(MAGMA) - 1)
     low = x.long().clamp(max=len(MAGMA) - 2)
@@ -75,7 +76,10 @@ def draw_map(x, largest):
 
 
 def draw_sheet(rows, notes, hit):
-    """Draw rows of (title, picture) pairs and lines of text below; frame the patches hit (P,)."""
+    """Draw rows of (title, picture) pairs, and `notes`, lines of text, below the rows.
+
+    hit: (P,) bool, the patches that get a blue frame in every picture.
+    """
     wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
     size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
     page = Image.new("RGB", size, "white")
@@ -101,8 +105,9 @@ def draw_sheet(rows, notes, hit):
 def class_attention(attn, x, steps):
     """Return the attention of the class token to each patch, mean over heads: (N - 1,).
 
-    attn: a SelfAttention, x: its input (1, N, C), steps: its trace on x. For PAP, the last step
-    counts. Every other attention is drawn as the softmax of its queries and keys.
+    attn: a SelfAttention. x: the input of attn, (1, N, C). steps: the result of attn.trace(x). With
+    PAP, this is the attention of the last step. Otherwise it is the softmax of queries and keys,
+    even if attn computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
@@ -119,7 +124,7 @@ def likeliest(model, images, classes, n):
 
 
 def look_at_classifier(model, classes, image, noise):
-    """Print the likeliest classes and the size of S; return the picture of attention and S.
+    """Print the likeliest classes and the size of S; return a picture of attention and S.
 
     image: (3, h, w) uint8. noise: the number of patches to replace by noise.
     """
@@ -155,7 +160,7 @@ def look_at_classifier(model, classes, image, noise):
             means = [f"{S[where].mean():.2f}" for where in (hit, ~hit)] if noise else []
             table.append([i, n, f"{filled:.0f} %", *means])
 
-    notes = ["Top: where the class token attends, each map on its own scale. %: the share for "
+    notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
              "patches."]
     if table:
         header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * (noise > 0)]
@@ -170,7 +175,7 @@ def look_at_classifier(model, classes, image, noise):
 # --- a Segmenter and one image --------------------------------------------------------------------
 
 def look_at_segmenter(model, classes, image):
-    """Print the share of the image per class; return the picture with the classes over the image.
+    """Print the share of each class in the image; return the image next to its classes.
 
     image: (3, h, w) uint8.
     """
@@ -201,7 +206,7 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder):
     """Classify each image in a folder and its subfolders: [(file, class, probability)].
 
-    Files that cannot be read are named and left out.
+    Files that cannot be read are left out, and their names are printed.
     """
     paths = [path for path in sorted(Path(folder).rglob("*"))
              if path.name.lower().endswith(IMAGE_EXTENSIONS) and path.name[0] != "."]

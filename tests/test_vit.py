@@ -281,7 +281,7 @@ def test_settings_of_a_foreign_file_follow_its_shapes():
     raw = small(attn="softmax", embed_dim=64, num_heads=1, mlp_ratio=2.0).state_dict()
     assert foreign_settings(raw) == dict(embed_dim=64, depth=2, num_heads=1, patch_size=8,
                                          mlp_ratio=2.0, attn="softmax")
-    with pytest.raises(InputError, match="symmetric or RPC; this file does not say which"):
+    with pytest.raises(InputError, match="symmetric or RPC; the file does not store which"):
         foreign_settings(SYM)
     for layer, layers in ((0, (0,)), (1, (1,)), (-1, (0, 1))):          # -1: all
         assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
