@@ -2,8 +2,9 @@
 
     python plot.py out/a out/b      # writes out/a/curves.png and, if evaluated, out/a/budgets.png
 
-A folder is a run of train_cls.py, train_seg.py or train_lm.py (log.jsonl), an evaluation of
-eval_robust.py (results.jsonl), or a run with its evaluation in robust/. Needs matplotlib.
+A folder contains a run of train_cls.py, train_seg.py or train_lm.py (log.jsonl), an evaluation of
+eval_robust.py (results.jsonl), or a run and, in its subfolder robust/, the run's evaluation.
+plot.py needs matplotlib.
 """
 
 import argparse
@@ -22,7 +23,7 @@ WIDTH = 9                                       # of a figure, in inches
 
 
 def training_curves(rows):
-    """Sort the rows of log.jsonl into {panel: {curve: [(step, value)]}}."""
+    """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
     curves = {}
     for row in rows:
         found = {(name.replace("_per_s", " per second"), "training"): row[name]
@@ -38,9 +39,10 @@ def training_curves(rows):
 
 
 def budget_curves(rows):
-    """Sort the rows of results.jsonl into {attack: {model: [(eps in 1/255, top-1 in %)]}}.
+    """Convert the rows of results.jsonl to {attack: {model: [(eps in 1/255, top-1 in %)]}}.
 
-    Every curve begins with the clean accuracy, at eps = 0. Measures without eps have no curve.
+    A curve begins with the clean accuracy, at eps = 0, if the rows contain it. Measures without eps
+    have no curve.
     """
     clean = {row["model"]: row["top1"] for row in rows if row["name"] == "clean" and "top1" in row}
     curves = {}
@@ -75,7 +77,7 @@ def draw_panels(panels, path, xlabel):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
                                 allow_abbrev=False)
-    p.add_argument("folders", nargs="+", type=Path, help="runs or evaluations to draw together")
+    p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = p.parse_args(argv).folders
     plt.switch_backend("Agg")                                   # no screen is needed
 
@@ -87,8 +89,8 @@ def main(argv=None):
         found = [path for path in evaluations if path.exists()]
         run = folder.name if names.count(folder.name) == 1 else str(folder)
         if not log.exists() and not found:
-            raise InputError(f"{folder} contains no log.jsonl and no results.jsonl; expected a "
-                             "folder of train_cls.py or eval_robust.py")
+            raise InputError(f"{folder} contains no log.jsonl and no results.jsonl; expected the "
+                             "folder of a training or of an evaluation")
         for panel, lines in training_curves(common.read_log(log) if log.exists() else []).items():
             for name, points in lines.items():
                 style = ":" if name == "training" and panel == "loss" else "-"

@@ -1,9 +1,10 @@
 """The DeiT augmentation of whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
 
-The recipe is the one of facebookresearch/deit:main.py, where timm transforms one PIL image at a
+The recipe comes from `facebookresearch/deit:main.py`, where timm transforms one PIL image at a
 time. Here no loop runs over images, and pixels stay on their device. The result for a sample
-depends on (seed, position) only, not on batch, worker or rank. Random decisions are drawn on the
-CPU as tables `u` of uniform numbers, so the CPU does not wait for a GPU.
+depends on (seed, position) only, not on batch, worker or rank; the position is the sample's number
+in the whole run. Random decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU
+does not wait for a GPU.
 
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     targets = soft_targets(labels, num_classes=10, smoothing=0.1)
@@ -21,9 +22,9 @@ from data.batches import constant, send
 from data.rng import ERASE, ERASE_NOISE, FLIP, RAND_AUGMENT, SHIFT, normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
-FILL = (124, 116, 104)                                              # MEAN in grey levels: outside
+FILL = (124, 116, 104)                                              # MEAN in 0..255, outside a warp
 ERASE_TRIES = 10
-ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                               # apply?, top, left, areas, ratios
+ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
 
 
 # --- the recipe -----------------------------------------------------------------------------------
@@ -33,7 +34,8 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=0):
 
     images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31,
     each sample's number in the whole run. Seed and position determine all random numbers, so this
-    can run on the device or in a worker process. num_ops: RandAugment operations per image.
+    function can run on the device or in a worker process. pad: largest shift in pixels. num_ops:
+    RandAugment operations per image.
     """
     if pad:
         images = random_crop(images, uniform(positions, 2, seed, SHIFT), pad)
@@ -44,7 +46,7 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=0):
 
 
 def to_float(images, positions, seed, erase=0.0):
-    """Convert uint8 to float32 in [0, 1], then erase a box in a share `erase` of the images."""
+    """Convert uint8 to float32 in [0, 1], then erase a box in each image with probability erase."""
     images = images / 255
     if erase:
         u = uniform(positions, ERASE_COLUMNS, seed, ERASE)
@@ -53,7 +55,7 @@ def to_float(images, positions, seed, erase=0.0):
 
 
 def soft_targets(labels, num_classes, smoothing=0.0):
-    """Turn labels (B,) into distributions (B, K): smoothing / K each, and the rest on the label."""
+    """Turn labels (B,) into distributions (B, K): smoothing / K per class, rest on the label."""
     off = smoothing / num_classes
     targets = torch.full((len(labels), num_classes), off, device=labels.device)
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
@@ -64,11 +66,12 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad=4):
     """Shift images by up to `pad` pixels, black outside: torchvision's RandomCrop(size, pad).
 
-    images: uint8. u: (B, 2) on the CPU, for top and left. Returns the same shape.
+    images: uint8. u: (B, 2) on the CPU, one number for top and one for left. Returns the same
+    shape.
     """
     B, _, H, W = images.shape
     top, left = send((u.double() * (2 * pad + 1)).long(), images.device).unbind(1)
-    crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all, as views: no memory
+    crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all crops, as views
     return crops[torch.arange(B, device=images.device), :, top, left]
 
 
@@ -83,7 +86,7 @@ def random_hflip(images, u):
 # truncated as in PIL.
 
 def blend(base, images, factor):
-    """Interpolate from base (factor 0) to images (1) and beyond, as PIL's ImageEnhance does."""
+    """Interpolate from base (factor 0) to images (factor 1) and beyond, as PIL's ImageEnhance."""
     return (base + factor * (images - base)).clamp_(0, 255).byte()
 
 
@@ -100,7 +103,7 @@ def adjust_contrast(images, factor):
 
 
 def adjust_sharpness(images, factor):
-    """Blend with a 3 x 3 smoothing, weight 5 in the centre and 1 around; keep the border."""
+    """Blend with a 3 x 3 mean that has weight 5 in the centre and 1 around; keep the border."""
     x, out = images.short(), images.clone()
     rows = x[..., :-2] + x[..., 1:-1] + x[..., 2:]
     centre = x[..., 1:-1, 1:-1]
@@ -116,11 +119,14 @@ def axes(images):
 
 
 def taps(pixel, shift, size):
-    """Find the pixels that PIL's bicubic warp reads at pixel + shift along a line.
+    """Find the neighbours that PIL's bicubic warp reads at the place pixel + shift in a line.
 
-    shift: in pixels, or None. Returns the index of the first of four neighbours, in a line padded
-    by two pixels on both sides; their weights (Keys' kernel, a = -1; without shift one weight); and
-    whether the place is inside the line.
+    pixel: indices in a line of `size` pixels. shift: in pixels, or None for no shift.
+
+    Returns:
+        the index of the first of four neighbours, if the line is padded by two pixels at each end
+        the weights of the neighbours (Keys' kernel, a = -1); without a shift, one weight for one
+        True where the place is inside the line
     """
     if shift is None:
         return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
@@ -135,18 +141,18 @@ def taps(pixel, shift, size):
 
 
 def warp(images, dx=None, dy=None):
-    """Move the image at (x + dx, y + dy) to pixel (x, y): bicubic, FILL outside the image.
+    """Set each pixel (x, y) to the image at (x + dx, y + dy): bicubic, FILL outside the image.
 
-    dx, dy: float32 in pixels, broadcast to (b, 1, H, W); None means 0 and is four times faster.
+    dx, dy: float32 in pixels, broadcast to (b, 1, H, W). None means 0, and is four times faster.
     """
     (H, W), (x, y) = images.shape[2:], axes(images)
     left, across, inside = taps(x, dx, W)
     top, down, within = taps(y, dy, H)
 
-    # In the flat padded image, neighbour (i, j) has the same distance from the first at all pixels.
+    # In the flat padded image, neighbour (i, j) is i * (W + 4) + j entries after the first one.
     flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
     index = (top * (W + 4) + left).expand(len(images), 3, H, W).flatten(2)
-    total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # flat areas stay as they are
+    total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # so flat areas do not change
     for i in range(len(down)):
         for j in range(len(across)):
             tap = flat[:, :, i * (W + 4) + j:].gather(2, index).view_as(images)
@@ -164,7 +170,7 @@ def rotate(images, degrees):
 
 
 def torchvisions(name):
-    """Wrap an operation of torchvision, which is imported at the first call: it loads slowly."""
+    """Wrap an operation of torchvision. It is imported at the first call, because this is slow."""
     def op(images, _):
         from torchvision.transforms.v2 import functional
         return getattr(functional, name)(images)
@@ -172,14 +178,17 @@ def torchvisions(name):
 
 
 def signed(most):
+    """Return a function for OPS that computes an argument from -most to most."""
     return lambda x, sign: sign * most * x
 
 
 def enhance_factor(x, sign):
+    """Compute a factor for `blend`, from 0.1 to 1.9; 1 changes nothing."""
     return (1 + sign * 0.9 * x).clamp(min=0.1)
 
 
-OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] and sign = +-1)
+# name in timm: (operation, function of x = level / 10 and sign = +-1 that computes its argument)
+OPS = {
     "AutoContrast": (torchvisions("autocontrast"), signed(0)),
     "Equalize": (torchvisions("equalize"), signed(0)),
     "Invert": (lambda images, _: 255 - images, signed(0)),
@@ -204,12 +213,12 @@ OPS = {  # name in timm: (operation, its argument from x = level / 10 in [0, 1] 
 def rand_augment(images, u):
     """Draw operations of OPS and apply each with probability 1/2: timm's rand-m9-mstd0.5-inc1.
 
-    The level of an operation is normal(9, 0.5) clipped to [0, 10], its sign a fair coin. images:
-    uint8. u: (B, 4 * operations) on the CPU: for each operation its choice, whether it is applied,
-    its level and its sign. Returns uint8.
+    The level of an operation is drawn from N(9, 0.5) and clipped to [0, 10]; a fair coin decides
+    its sign. images: uint8. u: (B, 4 * operations) on the CPU, four columns per operation: which
+    operation, apply or not, level, sign. Returns uint8.
     """
     size = len(images)
-    if images.device.type == "cpu":                                 # this many fit in the caches
+    if images.device.type == "cpu":                                 # images that fit in the cache
         size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
 
     images, u = images.clone(), u.double().unflatten(1, (-1, 4))
@@ -218,7 +227,7 @@ def rand_augment(images, u):
         sign = torch.where(sign < 0.5, 1.0, -1.0)
         which = torch.where(apply < 0.5, (which * len(OPS)).floor(), -1)
         for i, (op, argument) in enumerate(OPS.values()):
-            chosen = (which == i).nonzero()[:, 0]               # on the CPU: no wait for the device
+            chosen = (which == i).nonzero()[:, 0]               # `which` is on the CPU: no wait
             for index in chosen.split(size) if len(chosen) else ():
                 a = send(argument(x[index], sign[index]).float().view(-1, 1, 1, 1), images.device)
                 index = send(index, images.device)
@@ -229,12 +238,14 @@ def rand_augment(images, u):
 # --- random erasing -------------------------------------------------------------------------------
 
 def random_erase(images, u, positions, seed, prob):
-    """Put a box of noise into a share `prob` of the images: timm's RandomErasing(mode="pixel").
+    """Put a box of noise into images with probability `prob`: timm's RandomErasing(mode="pixel").
 
-    The box covers 2 % to a third of the image, uniformly; its height / width is log-uniform in
-    [0.3, 1 / 0.3]. The first of 10 tries that fits is taken; if none fits, the image stays. The
-    noise is standard normal after normalisation by MEAN and STD, so it can leave [0, 1].
-    images: float in [0, 1], changed in place and returned. u: (B, 23) on the CPU: ERASE_COLUMNS.
+    The area of the box is uniform from 2 % to a third of the image, and height / width is
+    log-uniform from 0.3 to 1 / 0.3. The first of 10 tries that fits is taken; if none fits, the
+    image stays unchanged. The noise is standard normal after normalisation by MEAN and STD, so
+    pixels in the box can be outside [0, 1].
+
+    images: float in [0, 1], changed in place and returned. u: (B, ERASE_COLUMNS) on the CPU.
     positions: (B,) int64 on the CPU; together with the seed they determine the noise.
     """
     B, _, H, W = images.shape
@@ -249,7 +260,7 @@ def random_erase(images, u, positions, seed, prob):
     h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
     top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
 
-    # Make one column per erased pixel, box after box. The CPU knows their number without waiting.
+    # Make one column per erased pixel, box after box. Sizes are on the CPU, so it does not wait.
     first = (h * w).cumsum(0) - h * w
     boxes = [chosen, positions[chosen], top, left, w, first, h * w]
     boxes = send(torch.stack(boxes), images.device)
@@ -273,16 +284,18 @@ def partner(x):
 def mix(images, targets, key, mixup=0.8, cutmix=1.0):
     """Mix each image and target with its neighbour: timm's Mixup in mode "batch".
 
-    The batch has one lambda ~ Beta(alpha, alpha), where alpha is `mixup` or `cutmix`; if both are
-    > 0, a fair coin decides. mixup: lambda * image + (1 - lambda) * partner. cutmix: a box that
-    covers a share 1 - lambda is copied from the partner, with its centre anywhere. The border clips
-    the box, so lambda becomes the share of pixels that are kept.
-    In timm the partner comes from the reversed batch. With neighbours, an even slice of a batch (a
-    process's part, or an accumulation step) is mixed like the whole batch. Copies of one image
-    should not be neighbours.
+    A batch is mixed by mixup or by cutmix; if both arguments are > 0, a fair coin decides. The
+    batch has one lambda ~ Beta(alpha, alpha), where alpha is the argument `mixup` or `cutmix`.
+    mixup: lambda * image + (1 - lambda) * partner. cutmix: copy a box of the partner that covers a
+    share 1 - lambda. Its centre is anywhere, so the border can clip the box; then lambda becomes
+    the share of pixels that are kept.
 
-    images: float, an even number of them. targets: (B, K). key: ints (seed, step) that determine
-    all random numbers. Returns mixed images and targets.
+    The partner is the neighbour in the batch; in timm it comes from the reversed batch. So a slice
+    of a batch, such as the part of one process, is mixed as within the whole batch, if the slice
+    begins and ends at an even index. Copies of one image should not be neighbours.
+
+    images: float; B is even. targets: (B, K). key: ints (seed, step) that determine all random
+    numbers. Returns mixed images and targets.
     """
     rng = np.random.default_rng(key)
     H, W = images.shape[2:]

@@ -17,7 +17,7 @@ class Split(NamedTuple):
     images: torch.Tensor                     # (N, 3, H, W) uint8
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None        # shapes: (N, H, W) uint8, 0: none, k + 1: class k
+    masks: torch.Tensor | None = None        # of shapes.py: (N, H, W) uint8, see render_scenes
 
 
 def send(x, device):
@@ -34,11 +34,11 @@ def constant(numbers, device):
 def progress(items, title, many):
     """Return a progress bar over items; rank 0 shows it in a terminal, for `many` items or more."""
     hidden = len(items) < many or os.environ.get("RANK", "0") != "0"
-    return tqdm(items, title, leave=False, disable=hidden or None)      # None: if not a terminal
+    return tqdm(items, title, leave=False, disable=hidden or None)      # None: only in a terminal
 
 
 def hold_out(split, n):
-    """Split a Split into (training images, n held-out images), in a fixed random order."""
+    """Divide a Split at random, but always alike, into (training images, n held-out images)."""
     if not 0 < n < len(split.labels):
         raise InputError(f"--holdout {n}: expected 1 to {len(split.labels) - 1}, because there are "
                          f"{len(split.labels)} training images")
@@ -48,7 +48,7 @@ def hold_out(split, n):
 
 
 def collate(transform, samples):
-    """Stack samples [(image, label, position)]; run transform(images, positions) in the worker."""
+    """Stack samples [(image, label, position)] and transform them; a worker calls this function."""
     images, labels, positions = default_collate(samples)
     return transform(images, positions) if transform else images, labels, positions
 
@@ -56,10 +56,11 @@ def collate(transform, samples):
 def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
     """Make a DataLoader of batches (images, labels, positions) on the CPU.
 
-    batches: an iterable of lists of the dataset's keys (position, index). transform: a function of
-    a batch's (images, positions) that runs in the worker; leave it out if a GPU can run it.
-    Workers run torch with one thread each, a rule of DataLoader. num_workers=0 loads the images in
-    this process.
+    batches: an iterable; each batch is a list of keys (position, index) of the dataset.
+    transform: a function of a batch's (images, positions) that runs in the worker. If a GPU can
+    run the function, call it on the GPU yourself, and leave transform out.
+    num_workers: processes, in which DataLoader lets torch use one thread each; 0 loads the images
+    in this process. device: the device that trains; for CUDA, the memory is pinned.
     """
     return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,

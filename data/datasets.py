@@ -1,8 +1,9 @@
-"""The data sets of train_cls.py: --data NAME selects a loader and a recipe, its default flags.
+"""The data sets of train_cls.py: --data NAME selects a loader and a recipe of default flags.
 
-A data set is a function (split, args) that returns a `Split`, uint8 images in memory, or a Dataset
-like `ImageTree`, whose files DataLoader workers decode and crop. Every random number is a function
-of (seed, sample), see rng.py, so workers, batches and processes do not change it.
+A loader is a function (split, args). It returns a `Split`, which is uint8 images in memory, or a
+Dataset like `ImageTree`, whose files are decoded and cropped by the workers of a DataLoader. Every
+random number is a function of (seed, sample), see rng.py. So the numbers of workers and processes
+and the batch size do not change it.
 """
 
 from argparse import Namespace
@@ -39,19 +40,19 @@ def folder(split, args):
 # --data NAME: the function that loads it, and its recipe, flags of train_cls.py. data/photos.py
 # chooses the flags that are None. To add a data set, write a function and add an entry here.
 DATASETS = {
-    # 3.2 minutes on 2 CPU cores: 96.8 % (rpc), 96.8 % (symmetric), 96.1 % (softmax)
+    # accuracy after 3.2 minutes on 2 CPU cores: rpc 96.8 %, symmetric 96.8 %, softmax 96.1 %
     "shapes": (shapes, dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64,
                             lr=2e-3, smoothing=0.0)),
-    # 25 minutes on 2 CPU cores: 70 %
+    # accuracy after 25 minutes on 2 CPU cores: 70 %
     "cifar10": (cifar10, dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64,
                               lr=1e-3, pad=4)),
-    # the paper's run, 300 epochs on 4 GPUs, not run by us; the paper reports 70.94 % (rpc) and
-    # 70.44 % (symmetric); lr = 5e-4 * batch_size / 512
+    # The paper's training, 300 epochs on 4 GPUs. We have not run it. Accuracy in the paper: rpc
+    # 70.94 %, symmetric 70.44 %. lr = 5e-4 * batch_size / 512.
     "imagenet": (imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
         warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
         repeats=3, ema=0.99996)),
-    # photos of your own, root/<class>/*.jpg
+    # your own photos, root/<class>/*.jpg
     "folder": (folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
                             batch_size=None, pad=None, keep_best=None, lr=1e-3,
                             attn="symmetric")),
@@ -59,7 +60,7 @@ DATASETS = {
 
 
 def load_part(split, args):
-    """Load one part of the data set that args.data names: "train", "test" or, of a folder, others.
+    """Load one part of the data set args.data: "train" or "test"; of a folder also "val" or "all".
 
     args: a run's flags.
     """
@@ -74,20 +75,22 @@ def load_part(split, args):
 def load_data(args, device):
     """Load (training images, images to evaluate on during training), and print their numbers.
 
-    With --holdout or --keep_best the second part is held out from the training images, and best.pt
-    is chosen on it. So the test images, which load_test returns, choose nothing. Without these
-    flags the second part is the test images.
+    With --holdout or --keep_best, the images to evaluate on are held out from the training images,
+    and --keep_best stores the network with the lowest loss on them as best.pt. So the test images
+    of load_test influence nothing. Without these flags, the images to evaluate on are the test
+    images.
     """
     args = Namespace(**{**vars(args), "device": device, "classes": None})
     train = load_part("train", args)
     if args.data == "folder":
         if args.holdout:
-            raise InputError("--holdout does not go with --data folder: a tenth of each class is "
-                             "held out with --keep_best")
+            raise InputError("--holdout does not go with --data folder: use --keep_best, which "
+                             "holds out a tenth of each class")
         val = load_part("val" if args.keep_best else "test", args)
     elif args.holdout or args.keep_best:
         if not isinstance(train, Split):
-            raise InputError(f"--holdout and --keep_best do not go with --data {args.data}")
+            raise InputError(f"--holdout and --keep_best do not go with --data {args.data}, whose "
+                             f"images are not all in memory: leave both out")
         train, val = hold_out(train, args.holdout or -(-len(train.labels) // 10))
     else:
         val = load_part("test", args)
@@ -101,7 +104,7 @@ def load_data(args, device):
 
 
 def class_counts(train, val):
-    """Return the number of images of each class in words: to train on + to evaluate on."""
+    """Return the numbers of images per class as text, training + evaluation: "star 90 + 10"."""
     counts = [torch.as_tensor(split.labels).bincount(minlength=len(train.classes)).tolist()
               for split in (train, val)]
     if len(train.classes) > 12:
@@ -110,11 +113,12 @@ def class_counts(train, val):
 
 
 def load_test(args, trained, size, classes):
-    """Load the images that a network is reported on, `size` pixels a side.
+    """Load the test images of a network; each side has `size` pixels.
 
-    args: data, data_dir and device of an evaluation. trained: a dict, the flags of the network's
-    training. classes: ImageNet's classes in the network's order. A folder of photos that the
-    network was not trained on gives the images in its val/ or, if there is no val/, all images.
+    args: the flags data, data_dir and device of an evaluation. trained: a dict, the flags of the
+    network's training. classes: ImageNet's classes in the network's order. If the network was not
+    trained on the folder --data_dir, its test images are all images in val/, or, without val/, all
+    images.
     """
     flags = dict(num_images=16000, seed=0, download=False, keep_best=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,
@@ -124,7 +128,7 @@ def load_test(args, trained, size, classes):
 
 
 def split_name(args):
-    """Return the name of the images that a run is evaluated on during training."""
+    """Return the name of the images on which a run is evaluated during training."""
     if args.holdout or args.keep_best:
         return "validation"
     return "val" if args.data == "imagenet" else "test"
