@@ -1,4 +1,4 @@
-"""Image files for every purpose: list them, split them by name, decode them."""
+"""Functions that list image files, split them by name, and decode them."""
 
 import io
 import os
@@ -14,17 +14,17 @@ from common import InputError, print0
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 PNG = b"\x89PNG\r\n\x1a\n"
-PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # pixels depend on these
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # of a PNG: set its pixels
 
 
 def printable(path):
-    """Return a path or name as UTF-8 text; a byte that is not UTF-8 becomes \\xe9, for example."""
+    """Return a path as UTF-8 text. A byte that is not UTF-8 becomes text such as \\xe9."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 @cache
 def print_once(line):
-    """Print a line on rank 0, once per process, however often the folder is read."""
+    """Print a line on rank 0. If a process calls this again with the same line, print nothing."""
     print0(line)
 
 
@@ -54,8 +54,8 @@ def checked_png(data):
     """Return the bytes of a PNG file, reduced to the chunks that its pixels depend on.
 
     Raises ValueError if a checksum is wrong or the file ends early, because Pillow does not check
-    the pixels' checksums. Drops texts and colour profiles, because Pillow can reject a file for
-    them alone.
+    the checksums of pixels. Drops texts and colour profiles, which alone can make Pillow reject a
+    file.
     """
     kept, start = [PNG], len(PNG)
     while kept[-1][4:8] != b"IEND":
@@ -64,7 +64,7 @@ def checked_png(data):
             raise ValueError("the file ends before its last chunk")
         chunk, start = data[start:end], end
         if zlib.crc32(chunk[4:-4]) != int.from_bytes(chunk[-4:], "big"):
-            raise ValueError("a checksum is wrong, so the file is damaged")
+            raise ValueError("a checksum is wrong, so the file is corrupted")
         if chunk[4:8] in PIXEL_CHUNKS:
             kept.append(chunk)
     return b"".join(kept)
@@ -82,7 +82,7 @@ def open_image(data):
 
 
 def turn_upright(image):
-    """Turn a Pillow image in place as its EXIF data ask; unreadable EXIF data are ignored."""
+    """Turn a Pillow image upright in place, by its EXIF orientation if that can be read."""
     from PIL import ImageOps
     image.load()
     with suppress(Exception):
@@ -92,10 +92,10 @@ def turn_upright(image):
 def decode(data, path):
     """Decode the bytes of an image file, uint8 (n,) -> (3, H, W) uint8 RGB, upright.
 
-    Raises InputError with the file's name for broken, truncated or foreign files. torchvision
-    decodes JPEG, because it is faster than Pillow and returns the same pixels. Pillow decodes PNG,
-    WebP and GIF, because torchvision's libpng kills the process at a broken PNG file. An animation
-    gives its first frame. 16-bit values become 8-bit values.
+    path: for messages. InputError if the file is broken, truncated or no image. torchvision decodes
+    JPEG, because it is faster than Pillow and returns the same pixels. Pillow decodes PNG, WebP and
+    GIF, because torchvision's libpng kills the process at a broken PNG file. An animation gives its
+    first frame. 16-bit values become 8-bit values.
     """
     with decoding(path):
         if bytes(data[:3]) == b"\xff\xd8\xff":                              # JPEG
@@ -132,9 +132,8 @@ def same_folder(one, other):
 def scan_folders(root):
     """List root/<class>/<image>: {class name: paths of its images, sorted}.
 
-    Hidden files and folders do not count. A folder without an image directly inside is not a
-    class. Printed lines name such folders, and the files that are not images. Class names are
-    printable.
+    Hidden files and folders are left out. So are folders without an image directly inside, and
+    files that are not images; printed lines name some of these. Class names are `printable`.
     """
     images, empty, others = {}, [], []
     for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
@@ -165,12 +164,13 @@ def name_hash(path, root=""):
 
 
 def hold_out_by_name(paths, root="", test=True, val=True):
-    """Choose the held-out files of a class: sets (val, test), about a tenth of the paths each.
+    """Choose held-out files: sets (val, test), about a tenth of the paths each.
 
-    Each set has at least one file, and one file remains to train on. So with two files only one is
-    held out (for test, if it is asked for), and with one file none. The files are ordered by a hash
-    of their names below `root`. test is the beginning of this order and val is its end, so adding
-    or removing a file moves at most one other file into or out of each set.
+    paths: files, of one class if there are classes. test, val: False for an empty set. A hash of
+    the names below `root` orders the files. test is the beginning of this order and val is its end,
+    so adding or removing a file moves at most one other file into or out of each set.
+    A set has at least one file, but one file always remains to train on. So two files give one
+    held-out file (test, unless test=False), and one file gives none.
     """
     order = sorted(paths, key=lambda path: name_hash(path, root))
     tenth = max(round(len(order) / 10), 1)

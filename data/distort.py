@@ -1,6 +1,6 @@
 """Distort the colours of whole batches of training images, as mmsegmentation 0.14.1 does.
 
-Images are (B, 3, H, W), on any device. The amounts are a table `u` of uniform numbers, see rng.py.
+Images are (B, 3, H, W), on any device. A table `u` of uniform numbers (rng.py) sets the amounts.
 """
 
 import torch
@@ -16,13 +16,14 @@ def scale_and_shift(x, factor, amount=0.0):
 
 
 def scale_hsv(x, saturation, turn):
-    """Multiply S of HSV and add `turn` half degrees to H. x: (B, 3, H, W) float, grey levels.
+    """Multiply S of HSV by `saturation` and add `turn` half degrees to H.
 
-    H has whole half degrees and S 256 levels, as in OpenCV's 8-bit images. The divisors are
-    tensors: a GPU multiplies by the inverse of a Python number, and this rounding error can change
-    a grey level.
+    x and the result: (B, 3, H, W), float with values 0 to 255. As in OpenCV's 8-bit images, H is a
+    whole number of half degrees, and S is a whole number from 0 to 255. The divisors are tensors,
+    because a GPU does not divide by a Python number but multiplies by its inverse. This rounding
+    error could change a grey level.
     """
-    # Convert to hue, in sixths of the circle, and saturation. In a grey pixel all numerators are 0.
+    # Convert to hue, in sixths of the circle, and saturation. A grey pixel gets 0 and 0.
     red, green, blue = x.unbind(1)
     value, low = x.amax(1), x.amin(1)
     span = (value - low).clamp(min=1)
@@ -30,7 +31,7 @@ def scale_hsv(x, saturation, turn):
     hue = torch.where(value == red, (green - blue) / span, hue)
     s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
 
-    # Change both and convert back: R, G, B = V - V S (0 to 1).
+    # Change hue and saturation, and convert back: R, G, B = V - V S times a number from 0 to 1.
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
     sixth, most = constant((30.0, 255.0), x.device)
     s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
@@ -42,8 +43,8 @@ def distort(images, u):
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
     images: (B, 3, H, W) uint8. u: (B, COLUMNS). Returns uint8. A fair coin decides whether contrast
-    comes second or last. If saturation and hue both change, the image is converted to HSV once; the
-    source converts it twice.
+    comes second or last. If saturation and hue both change, the image is converted to HSV once;
+    mmsegmentation converts it twice.
     """
     u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
 

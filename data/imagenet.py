@@ -1,6 +1,7 @@
-"""ImageNet's layout. It does not fit in memory, so workers decode and crop files when needed.
+"""ImageNet, as folders of images: files are decoded and cropped when a batch needs them.
 
-The workers belong to a DataLoader (batches.py). A random crop depends on (seed, position) only.
+The images do not fit in memory, so the workers of a DataLoader (batches.py) decode and crop them. A
+random crop depends on (seed, position) only; the position is the sample's number in the whole run.
 """
 
 import math
@@ -18,9 +19,9 @@ from data.rng import RANDOM_CROP, uniform
 def random_crop_box(width, height, draw):
     """Choose the box (left, top, width, height) of a random resized crop, inside the image.
 
-    draw: 22 numbers in [0, 1). The area is uniform from 8 % to 100 %, the aspect ratio log-uniform
-    from 3:4 to 4:3. The first of ten tries that fits in the image is taken. If none fits, it is the
-    largest central box with such a ratio.
+    draw: 22 numbers in [0, 1). The area is uniform from 8 % to 100 % of the image, and the aspect
+    ratio is log-uniform from 3:4 to 4:3. The first of ten tries that fits in the image is taken. If
+    none fits, the result is the largest central box with a ratio from 3:4 to 4:3.
     """
     low, high = 3 / 4, 4 / 3
     for a, b in zip(draw[:10], draw[10:20]):
@@ -40,9 +41,9 @@ class ImageTree(Dataset):
     tree[position, index] returns an image (3, size, size) uint8, its label and its position, ints.
     `index` chooses the file. `position`, the sample's number in the whole run, chooses the random
     crop. train=True: a random resized crop. train=False: the short side is resized to
-    size / crop_pct, then the centre is cropped; tree[index] is enough. Both are bicubic and
-    antialiased; ImageNet-C was resized with resample="bilinear". Images are turned upright by their
-    EXIF data, unlike in torchvision's ImageFolder and timm.
+    size / crop_pct, then the centre is cropped; here you can leave the position out, tree[index].
+    Both crops are bicubic and antialiased; the authors of ImageNet-C used resample="bilinear".
+    Images are turned upright by their EXIF data, unlike in torchvision's ImageFolder and timm.
 
     classes: class names in label order, from the training split (default: this split's folders,
     sorted). If they are given, every folder must be one of the classes, and every class must have a
@@ -65,7 +66,8 @@ class ImageTree(Dataset):
             if names:
                 raise InputError(f"--data_dir {self.folder} {problem}: {', '.join(names[:5])}")
 
-        # Use arrays: forked workers copy a list of a million str when they count references.
+        # Use arrays. Forked workers would copy a list of a million str, because they change the
+        # reference counts.
         names = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in names])
         start = len(os.path.join(self.folder, ""))
@@ -80,8 +82,8 @@ class ImageTree(Dataset):
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
         # This takes 1.0 ms per ImageNet file of 500 x 375 on one core; Pillow takes 2.0 ms. The
-        # evaluation crop differs from Pillow's by at most 1 grey level. An enlarging training crop
-        # differs by more in 1 of 20,000 pixels.
+        # evaluation crop differs from Pillow's by at most 1 grey level. A training crop that is
+        # enlarged differs by more than 1 grey level in 1 of 20,000 pixels.
         from torchvision.transforms.v2 import functional as F
         resample, image = F.InterpolationMode(self.resample), read_image(self.path(index))
         if self.train:
@@ -95,7 +97,7 @@ class ImageTree(Dataset):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys):
-        """Load a whole batch for DataLoader, to draw its random numbers in one call."""
+        """Load a whole batch, and draw its random numbers in one call. DataLoader calls this."""
         keys = [(key, key) if isinstance(key, int) else key for key in keys]
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()

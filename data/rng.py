@@ -1,8 +1,8 @@
 """Random numbers from a hash instead of a generator.
 
 The numbers of a sample depend on (seed, purpose, sample) only. So batch size, device, worker,
-number of processes and resuming change nothing, and no random state has to be saved. (The file is
-not called random.py, because a script in this folder would import it instead of Python's module.)
+number of processes and resuming do not change them, and no random state has to be saved. (This file
+is not called random.py, because a script in this folder would import it instead of Python's.)
 """
 
 import math
@@ -14,11 +14,11 @@ SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py
 SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24      # data/augment.py
 VIEW, DISTORT = 30, 31                                          # data/views.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
-CORRUPTION = 51                         # to 65: ImageNet-C's 15 in their order; robust/corruptions
+CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
 TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: of images, and TEXT_WINDOW of texts
+PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py; for images, so 70 can occur twice
 ADVERSARIAL = 90                        # robust/adversarial.py
-FROST_NOISE = 50                        # robust/frost.py: the whole key, without a seed
+FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 
 
@@ -63,7 +63,8 @@ def epoch_order(n, epoch, seed, repeats=1):
     """Order the samples of an epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
-    times. The copies are neighbours, so spread them before you mix neighbours.
+    times. The copies are neighbours in the result; move them apart before data.augment.mix, which
+    mixes neighbours.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]

@@ -1,8 +1,8 @@
 """Render scenes of shapes from formulas: images, labels and masks, without a download.
 
-Points (x, y) have y upwards, and a shape fills about the unit disc. A shape is a function that
-returns its signed distance. The distance is negative inside and has slope one near the edge, so the
-edge can be one pixel soft at every size.
+The y axis points up, and a shape fills about the unit disc. A shape is a function that returns the
+signed distance from the points (x, y) to its edge. The distance is negative inside and has slope
+one near the edge, so the edge can be one pixel soft at every size.
 """
 
 import math
@@ -61,7 +61,7 @@ SHAPES = {
     "star": star,
     "triangle": lambda x, y: torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5,
 }
-TEXTURES = [                                # share of the second colour, in [0, 1]; radians
+TEXTURES = [                                # share of the second colour at (x, y), in radians
     lambda x, y: torch.zeros_like(x),                                           # plain
     lambda x, y: (0.5 + 0.1 * x).clamp(0, 1),                                   # gradient
     lambda x, y: (0.5 + 2 * x.sin()).clamp(0, 1),                               # stripes
@@ -101,9 +101,9 @@ def as_column(t):
 
 
 def colours(draw, layer):
-    """Draw two similar colours of a layer, (B, 3, 1, 1) each.
+    """Draw two similar colours of a layer, (B, 3, 1, 1) each. draw: see render_scenes.
 
-    Shapes are lighter than the background; otherwise small networks need far more images.
+    Shapes are lighter than the background, because otherwise small networks need far more images.
     """
     if layer == 0:
         luminance, saturation = draw(0.1, 0.36, 0), draw(0.2, 0.6, 1)
@@ -116,11 +116,11 @@ def colours(draw, layer):
 
 
 def place(draw, layer, x, y):
-    """Draw a shape's place. Returns (x, y) in its frame, (B, H, W) each, and its scale (B,)."""
+    """Draw a shape's place. Returns x, y in the shape's frame, (B, H, W) each, and scale (B,)."""
     if layer == NUM_LAYERS - 1:                         # anywhere inside the image
         scale = draw(0.52, 0.78, 5)
         centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
-    else:                                               # near the rim, a sector each
+    else:                                               # near the border, one sector per shape
         scale, radius = draw(0.14, 0.22, 5), draw(0.75, 1.05, 7)
         angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
         centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
@@ -144,10 +144,13 @@ def render_scenes(index, size=32, seed=0):
     """Draw scenes: a large textured shape in front, whose class is the label, and three behind.
 
     index: (B,) int64 in [0, 2**31), the scenes' numbers. size: side in pixels. Returns on index's
-    device: images (B, 3, size, size) uint8; labels (B,) int64; masks (B, size, size) uint8, where 0
-    is background and k + 1 is class k of the frontmost shape. A scene depends on (seed, index)
-    only. Another size gives the same scene at another resolution, with other pixel noise. Place,
-    size, rotation, colours and textures are independent of the class.
+    device:
+        images: (B, 3, size, size) uint8
+        labels: (B,) int64
+        masks: (B, size, size) uint8; 0 is background, k + 1 is class k of the frontmost shape
+
+    A scene depends on (seed, index) only. Another size gives the same scene at another resolution,
+    with other pixel noise. Place, size, rotation, colours and textures do not depend on the class.
     """
     B, device = len(index), index.device
     draws = uniform(index, NUM_LAYERS * 14, seed, SCENE).view(B, NUM_LAYERS, 14)
@@ -156,7 +159,7 @@ def render_scenes(index, size=32, seed=0):
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
-        def draw(low, high, j):                                                 # (B,): the j-th
+        def draw(low, high, j):                                 # (B,): the layer's j-th number
             return low + (high - low) * draws[:, layer, j]
 
         first, second = colours(draw, layer)
@@ -165,7 +168,7 @@ def render_scenes(index, size=32, seed=0):
             continue
         u, v, scale = place(draw, layer, x, y)
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # the main shape's last
+        labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # last: of the main shape
         distance = apply_each(SHAPES.values(), labels, u, v) * as_column(scale)
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
@@ -178,7 +181,7 @@ def render_scenes(index, size=32, seed=0):
 
 
 def load_shapes(split, num_images, size=32, device="cpu"):
-    """Render "train", "val" or "test" on `device`. Returns a Split, which stays there."""
+    """Render "train", "val" or "test" on `device`. Returns a Split on this device."""
     first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
