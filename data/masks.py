@@ -202,7 +202,7 @@ def find_pairs(root, keep_best):
 
     If images/ and annotations/ contain training/ and validation/, "test" is validation/. Otherwise
     "test" is a tenth of all pairs. With keep_best, "val" is another tenth, which chooses best.pt;
-    see hold_out_by_name. "train" is the remaining pairs. "all" evaluates networks that were not
+    see hold_out_by_name. "train" contains the other pairs. "all" is for networks that were not
     trained on this folder: validation/ if it exists, otherwise all pairs.
     """
     given = any(Path(root, "images", part).is_dir() for part in ("training", "validation"))
@@ -222,7 +222,7 @@ def own_folder(root, part, values, ignore, keep_best=False):
         raise InputError(f"{printable(Path(root, 'classes.txt'))} lists {len(names)} classes, "
                          f"expected {len(values)}, for the values {list(values)[:9]}")
     files = find_pairs(root, keep_best)
-    if part == "all":                               # not checked yet by a training
+    if part == "all":                               # no training has checked these
         counts = check_annotations([label for _, label in files["all"]],
                                    None if len(values) == 2 else ignore)
         if (counts[list(values)] > 0).sum() < 2:

@@ -17,7 +17,7 @@ def find_photos(root, keep_best=False):
 
     If the folder contains train/ and val/, "test" is val/. Otherwise "test" is a tenth of each
     class. With keep_best, "val" is another tenth, which chooses best.pt; see hold_out_by_name.
-    "train" is the remaining images. "all" evaluates networks that were not trained on this folder:
+    "train" contains the other images. "all" is for networks that were not trained on this folder:
     val/ if it exists, otherwise all images. InputError if there are fewer than two classes, or if
     val/ is empty.
     """

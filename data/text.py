@@ -88,7 +88,7 @@ def each_line(path, what="reading"):
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
                              disable=quiet or None):                # None: only in a terminal
-                if "\0" in line:                                    # UTF-16 without its mark
+                if "\0" in line:                                    # UTF-16 without a mark
                     raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
                                      f"{convert('UTF-16LE', name)}")
                 yield line.removesuffix("\n")
@@ -261,7 +261,7 @@ def pydoc_documents():
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):                           # not for this Python
+        except (SyntaxError, ValueError):                           # for another Python version
             continue
         name = ".".join(path.relative_to(library).with_suffix("").parts)
         nodes = [node for node in ast.walk(tree)
@@ -311,10 +311,10 @@ def sliding_windows(num_targets, window, stride):
     """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
 
     A window of `length` targets scores its last `scored` targets, and every target is scored once.
-    The first window scores all its targets. Each later window begins `stride` tokens after the one
-    before and scores its last `stride` targets. The last window ends with the text and scores the
-    remaining targets. If stride equals window (segment-wise evaluation), the last window is shorter
-    instead, so no token is read twice.
+    The first window scores all its targets. Each later window begins `stride` tokens after the
+    previous window and scores its last `stride` targets. The last window ends with the text and
+    scores the remaining targets. If stride equals window (segment-wise evaluation), the last window
+    is shorter instead, so no token is read twice.
     """
     if not 1 <= stride <= window <= num_targets:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "

@@ -3,7 +3,7 @@
     views = TrainingViews(load_segmentation(args, "train"), size=512)
     image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
 
-The training transforms of mmsegmentation 0.14.1 are used, in the order of
+The training transforms come from mmsegmentation 0.14.1, in the order of
 `rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
 per image in DataLoader workers. Distortion (distort.py) and padding with the mean colour run on
 whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
@@ -23,7 +23,7 @@ from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
 
 IGNORE = 255                                 # label of pixels that belong to no class
-REDRAWS = 10                                 # tries to replace a crop without variety
+REDRAWS = 10                                 # tries to replace a crop that is not `varied`
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
 
 
@@ -34,8 +34,8 @@ def load_segmentation(args, part, trained=None):
     "val" is held out from the training images; without keep_best there is no "val".
     args: flags of a command or of a checkpoint: data, data_dir, keep_best, num_classes; for
     --data shapes num_images and size; for --data folder values and ignore.
-    trained: in an evaluation, the flags of the training, a dict. If the network was not trained on
-    the folder --data_dir, "test" is the part "all" of find_pairs.
+    trained: in an evaluation, the flags of the training, a dict. With --data folder, a network that
+    was not trained on --data_dir is tested on more images, the part "all" of find_pairs.
     """
     if args.data == "shapes":
         n = args.num_images if part == "train" else max(args.num_images // 10, 1)
@@ -146,7 +146,7 @@ class TrainingViews(Dataset):
 # --- training: second half, batches, on any device ------------------------------------------------
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distort and pad uint8 views; returns float32 in [0, 1].
+    """Distort and pad uint8 views; return float32 in [0, 1].
 
     images: (B, 3, S, S) uint8. height, width: without padding, (B,) int64 on the CPU. positions:
     the samples' numbers in the whole run, (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the
@@ -163,7 +163,7 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
 # --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
-    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, and 255 black."""
+    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, the rest black."""
     k = torch.arange(256.0)
     hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
     rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
