@@ -31,7 +31,8 @@ CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
-# Parts of timm ViTs outside the blocks that vit.py does not have; without them the output differs.
+# Parts that some timm ViTs have outside their blocks. vit.py cannot compute their output without
+# these parts.
 UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
                  "attn_pool.")
 
@@ -49,7 +50,7 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
         the ViT in eval mode; it takes pixels in [0, 1]
         dict(weights, num_heads, eps, normalize): the settings for a result row
         a list of sentences, one per assumption
-    InputError if the file does not hold such weights.
+    InputError if the file does not contain weights of a ViT.
     """
     one_of("normalize", normalize, NORMALIZE)
     state, settings = find_weights(checkpoint, weights), foreign_settings(checkpoint, weights)
@@ -107,7 +108,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
     if not c.num_classes:
         state = {name: w for name, w in state.items() if not name.startswith("head.")}
     elif head is not None and head.shape != own["head.weight"].shape and new_head:
-        notes.append(f"The head for {c.num_classes} classes is new (the file's has {len(head)}).")
+        notes.append(f"The head for {c.num_classes} classes is new; the file has {len(head)}.")
         state["head.weight"], state["head.bias"] = own["head.weight"], own["head.bias"]
     load_known(model, state)
     return notes
@@ -147,7 +148,8 @@ def find_weights(checkpoint, weights="model"):
 def drop_unused_queries(config, state):
     """Remove weights that `rachtsy/KPCA-S` stores but never uses, from `state` in place.
 
-    They project queries in the RPC layers of Sym/Asym (App. E.9), where the keys are the queries.
+    The weights project queries in the RPC layers of Sym/Asym (App. E.9), where the keys are the
+    queries.
     """
     for i in config.rpc_layers if config.attn == "sym_asym" else ():
         for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
@@ -194,7 +196,7 @@ def trained_size(state):
 def released_attention(args, depth):
     """Return the attention of a file of `rachtsy/KPCA_code` as fields of ViTConfig.
 
-    args: the flags stored in the file. Returns {} if they do not describe an attention.
+    args: the flags stored in the file. Returns {} if the flags do not describe an attention.
     """
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
