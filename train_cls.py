@@ -10,7 +10,8 @@
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
-- The learning rate follows its schedule. In the released code this line is commented out.
+- The learning rate follows its schedule. In the released code, the line that sets it is commented
+  out.
 - Mixed precision uses bf16 instead of fp16.
 - Mixup and CutMix mix each image with its neighbour in the batch, and all processes use the same
   lambda. The released code mixes the batch with the reversed batch.
@@ -57,9 +58,9 @@ def get_args():
     # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="choose the data set and its recipe, which sets defaults "
-         "below (default: folder, your own images, if --data_dir is given, else shapes, rendered "
-         "scenes)")
+    flag("--data", choices=DATASETS, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes, rendered scenes)")
     flag("--data_dir", help="read images from this folder, which contains <class>/*.jpg, or "
          "train/<class>/*.jpg and val/<class>/*.jpg; docs/data.md shows all layouts")
     flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
@@ -73,11 +74,12 @@ def get_args():
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, or "
          "a FAN")
-    flag("--image_size", type=COUNT, help="resize images to this side, a multiple of --patch_size")
+    flag("--image_size", type=COUNT, help="set the side of the images in pixels, a "
+         "multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     flag("--attn", choices=dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]), default="rpc",
-         help="choose the attention, one of attention.py; rpc uses RPC-Attention in --rpc_layers "
-         "and symmetric attention in the other layers")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
@@ -96,7 +98,8 @@ def get_args():
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, all processes together")
+    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
+         "processes share")
     flag("--lr", type=REAL, help="set AdamW's highest learning rate; DeiT uses 5e-4 * batch_size / "
          "512")
     flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
@@ -104,22 +107,24 @@ def get_args():
          "warm-up")
     flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
          "parameters do not decay")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
     flag("--ema", type=SHARE, default=0.0, help="also keep a moving average of the weights with "
-         "this decay; 0 keeps none")
+         "this decay; 0 turns it off")
     flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0, help="train on adversarial "
          "images, whose pixels change by up to this, for example 2/255; 0 trains on clean images")
     flag("--adv_steps", type=COUNT, default=3, help="run this many PGD steps per adversarial image")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=NATURAL, default=0, help="shift images by up to this many pixels")
+    flag("--pad", type=NATURAL, default=0, help="shift images at random by up to this many "
+         "pixels")
     flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations per "
          "image")
     flag("--erase", type=SHARE, default=0.0, help="erase a rectangle with this probability")
-    flag("--mixup", type=REAL, default=0.0, help="blend pairs of images (Mixup) with this alpha; 0 "
-         "never blends")
-    flag("--cutmix", type=REAL, default=0.0, help="paste a rectangle from another image (CutMix) "
-         "with this alpha; 0 never pastes")
+    flag("--mixup", type=REAL, default=0.0, help="blend pairs of images with this alpha; 0 turns "
+         "Mixup off")
+    flag("--cutmix", type=REAL, default=0.0, help="paste a rectangle from another image with this "
+         "alpha; 0 turns CutMix off")
     flag("--smoothing", type=SHARE, default=0.1, help="spread this share of each label evenly over "
          "all classes")
     flag("--repeats", type=COUNT, default=1, help="repeat each image this many times in an epoch, "
@@ -131,8 +136,9 @@ def get_args():
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every so many steps")
-    flag("--eval_every", type=COUNT, default=1, help="evaluate every so many epochs")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, default=1, help="evaluate every EVAL_EVERY epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images, "
          "or a tenth, and keep the checkpoint with the lowest loss on them as best.pt (default: on "
          "for folder, else off)")

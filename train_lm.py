@@ -71,9 +71,9 @@ def get_args():
     # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets defaults "
-         "below (default: folder, your own text, if --data_dir is given, else pydoc, the "
-         "documentation of this Python)")
+    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own text, if --data_dir is given, else "
+         "pydoc, the documentation of this Python)")
     flag("--data_dir", help="read this text file, or this folder, which contains "
          "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all "
          "layouts")
@@ -84,8 +84,8 @@ def get_args():
          "256 for paper)")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"], default="rpc",
-         help="choose the attention, one of attention.py; rpc uses RPC-Attention in --rpc_layers "
-         "and symmetric attention in the other layers")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
@@ -103,10 +103,12 @@ def get_args():
 
     flag = p.add_argument_group("training").add_argument
     flag("--steps", type=COUNT, help="train for this many steps, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many windows per step, all processes together")
+    flag("--batch_size", type=COUNT, help="use this many windows per step, which all "
+         "processes share")
     flag("--lr", type=REAL, help="set Adam's highest learning rate; there is no weight decay")
     flag("--warmup", type=NATURAL, help="begin with this many steps of linear warm-up")
-    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm; 0 never clips")
+    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
@@ -122,8 +124,9 @@ def get_args():
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every so many steps")
-    flag("--eval_every", type=COUNT, help="evaluate and save every so many steps")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, help="evaluate and save every EVAL_EVERY steps")
     flag("--keep_best", action=boolean, default=True, help="keep the checkpoint with the lowest "
          "valid perplexity as best.pt (default: on)")
     flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")

@@ -76,9 +76,9 @@ def get_args():
     # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets defaults "
-         "below (default: folder, your own images, if --data_dir is given, else shapes, rendered "
-         "scenes)")
+    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes, rendered scenes)")
     flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
          "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
          "all layouts")
@@ -99,8 +99,8 @@ def get_args():
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"],
-         help="choose the attention, one of attention.py; rpc uses RPC-Attention in --rpc_layers "
-         "and symmetric attention in the other layers")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
     flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
          "all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, help="run this many steps of PAP, the algorithm in RPC-Attention; "
@@ -118,14 +118,16 @@ def get_args():
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, all processes together")
+    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
+         "processes share")
     flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="choose the optimiser; sgd "
          "has Nesterov momentum 0.9, as in the paper")
     flag("--lr", type=REAL, default=2e-3, help="begin with this learning rate")
     flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
     flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
          "parameters do not decay")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
 
     flag = p.add_argument_group("views").add_argument
     flag("--size", type=COUNT, help="resize the short side of images to this many pixels, and "
@@ -139,8 +141,9 @@ def get_args():
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every so many steps")
-    flag("--eval_every", type=COUNT, default=2, help="evaluate every so many epochs")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, default=2, help="evaluate every EVAL_EVERY epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
          "images, and keep the checkpoint with the highest mean IoU on them as best.pt (default: "
          "on for folder, else off)")

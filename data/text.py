@@ -2,8 +2,8 @@
 
 A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. Every line,
 also a blank one, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and
-this Python's documentation are written in this form, into out/cache. Every run makes the ids again,
-in memory: WikiText-103 takes a minute.
+the documentation of this Python are first written in this form, into out/cache. Ids are not stored.
+Every run computes them again, which takes a minute for WikiText-103.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -35,12 +35,15 @@ from data.rng import TEXT_WINDOW, uniform
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
 MIN_COUNT = 3                                   # rarer words become <unk>
-# folders of the library that pydoc's text leaves out
+# folders of Python's library that the pydoc text leaves out
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
 
 class Vocabulary(dict):
-    """Map a word to its id, the index in `words`. Unknown words get the id of <unk>."""
+    """Map a word to its id, the index in `words`. Unknown words get the id of <unk>.
+
+    InputError at an unknown word if <unk> is not in the vocabulary.
+    """
 
     def __init__(self, words):
         self.words = list(words)
@@ -49,7 +52,7 @@ class Vocabulary(dict):
     def __missing__(self, word):
         if UNK not in self:
             raise InputError(f"the word {word!r} is not in the vocabulary, which has no {UNK}; use "
-                             f"its words, or train on a text that contains {UNK}")
+                             f"words of the training text, or train on a text that contains {UNK}")
         return self[UNK]
 
     def encode_lines(self, lines):
@@ -77,18 +80,19 @@ def token_file(folder, split):
 def each_line(path, what="reading"):
     """Yield the lines of a text file, UTF-8 or UTF-16, without newlines; only "\\n" ends a line.
 
-    what: begins the text of the progress bar of a large file. InputError at another encoding.
+    what: the first words of the progress bar, which only large files show. InputError at another
+    encoding.
     """
     quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, "rb") as f:                 # byte order marks, as editors on Windows write them
+    with open(path, "rb") as f:                 # editors on Windows begin UTF-16 with such a mark
         marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
     name = shlex.quote(str(path))
     with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
-                             disable=quiet or None):                # None: if not in a terminal
-                if "\0" in line:                                    # UTF-16 without its mark
+                             disable=quiet or None):        # None shows the bar in a terminal only
+                if "\0" in line:                            # UTF-16 without a byte order mark
                     raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
                                      f"{convert('UTF-16LE', name)}")
                 yield line.removesuffix("\n")
@@ -120,9 +124,9 @@ def load_corpus(folder):
         new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
         new -= vocab.keys()
         if new:
-            print0(f"{folder}: the training text has no {UNK}; {len(new)} words of the valid and "
-                   f"test texts are not in it, for example {min(new)!r}, and become {UNK}. The "
-                   f"model never learns {UNK}, so these words make the perplexity high")
+            print0(f"{folder}: {len(new)} words of the valid and test texts, for example "
+                   f"{min(new)!r}, are not in the training text and become {UNK}. The training "
+                   f"text has no {UNK}, so the model never learns it, and the perplexity is high")
             vocab = Vocabulary([*vocab.words, UNK])
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
@@ -173,8 +177,8 @@ IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0
 @cache
 def word_patterns():
     """Return two compiled patterns: of an ideograph, and of a word or a punctuation mark."""
-    common = map(chr, range(0x10000))                   # marks belong to a letter, as in Hindi
-    marks = "".join(c for c in common if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
+    characters = map(chr, range(0x10000))       # marks are parts of a word, as vowel signs in Hindi
+    marks = "".join(c for c in characters if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
     letter = rf"[\w{marks}]+"
     return (re.compile(rf"[{IDEOGRAPHS}][{marks}]*"),
             re.compile(rf"{letter}(?:'{letter})*|[^\w\s]"))
@@ -194,7 +198,7 @@ def write_tokens(folder, lines):
     folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in lines["train"] for word in line)
     if min(counts.values()) >= MIN_COUNT:
-        lines["train"] = [*lines["train"], [UNK]]                   # valid or test may need it
+        lines["train"] = [*lines["train"], [UNK]]               # for valid and test, which may need <unk>
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
@@ -221,9 +225,10 @@ def paragraphs(path, least=1):
 
 
 def txt_folder(path):
-    """Make a folder of a text file: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
+    """Write a text file as a folder of token files, and return the folder.
 
-    The folder is out/cache/<name>_<hash of the whole path>, written again each time, because the
+    The first 90 % of the paragraphs become train, the next 5 % valid, and the last 5 % test. The
+    folder is out/cache/<name>_<hash of the whole path>. Every call writes it again, because the
     file may have changed.
     """
     lines, whole = paragraphs(path, least=20), path.resolve()
@@ -234,22 +239,23 @@ def txt_folder(path):
 
 
 def lines_to_score(data, data_dir, trained):
-    """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
+    """Return the texts for the evaluation of a language model: {split: lines of tokens}.
 
-    data, data_dir: of the evaluation. trained: the flags of the model's training, a dict. The run's
-    own text and folders of token files have the splits valid and test. Another text file is one
-    split, "whole", with every word as it is: the model's vocabulary decides which words it knows.
+    data, data_dir: flags of the evaluation. trained: the flags of the model's training, a dict.
+    The text of the training, and a folder of token files, have the splits "valid" and "test".
+    Another text file has one split, "whole". It keeps rare words, because the model's vocabulary
+    decides which words are unknown.
     """
-    own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
+    same_text = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
         not trained.get("data_dir")
-    if not own and data_dir and Path(data_dir).is_file():
+    if not same_text and data_dir and Path(data_dir).is_file():
         return {"whole": [" ".join(words) for words in paragraphs(Path(data_dir))]}
     folder = text_folder(data, data_dir)
     return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
 
 
 def pydoc_documents():
-    """Return {name: [(title, text)]}: pydoc's topics, docstrings of the standard library."""
+    """Return {name: [(title, text)]}: pydoc's topics, and docstrings of the standard library."""
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
     library = Path(os.__file__).parent
@@ -258,7 +264,7 @@ def pydoc_documents():
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):                           # for another Python
+        except (SyntaxError, ValueError):                           # a file for another Python
             continue
         name = ".".join(path.relative_to(library).with_suffix("").parts)
         nodes = [node for node in ast.walk(tree)
@@ -272,7 +278,7 @@ def pydoc_folder(parent):
     """Write `pydoc_documents` as wiki.*.tokens, unless the files exist. Returns their folder.
 
     The text depends on Python's version alone. A hash of a document's name chooses its split: one
-    sixteenth goes to valid, one to test. A paragraph becomes a line.
+    sixteenth of the documents goes to valid, and one sixteenth to test. A paragraph becomes a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(Path(folder, f"wiki.{split}.tokens").exists() for split in SPLITS):
@@ -281,7 +287,7 @@ def pydoc_folder(parent):
     for name, texts in pydoc_documents().items():
         split = {1: "valid", 15: "test"}.get(zlib.crc32(name.encode()) % 16, "train")
         for i, (title, text) in enumerate(texts):
-            sign = ["="] * (2 if i else 1)
+            sign = ["="] * (2 if i else 1)              # around titles, as in WikiText: = Title =
             paragraphs = map(words_of, re.split(r"\n\s*\n", text))
             lines[split] += [], [*sign, *words_of(title), *sign], [], *paragraphs
     write_tokens(folder, lines)
@@ -297,8 +303,8 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     step's batch_size windows. A window depends on (seed, step, its place in the batch) alone.
     """
     places = torch.arange(batch_size)[part]
-    u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits
-    share = u[:, 0] + u[:, 1] * 2 ** -24                            # WikiText-103 needs 27 bits
+    u = uniform(places, 2, seed, TEXT_WINDOW, step).double()    # (b, 2); a number has 24 bits
+    share = u[:, 0] + u[:, 1] * 2 ** -24                        # a place in WikiText-103 has 27
     starts = (share * (len(tokens) - context)).long()
     at = starts[:, None].numpy() + np.arange(context + 1)
     return torch.from_numpy(tokens[at].astype(np.int64))
@@ -329,7 +335,8 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
 
     tokens: (M,) ids, array or tensor. model: has hidden(x (b, T)) -> (b, T, C) and
     nll(h (b, s, C), targets (b, s)) -> (b, s). The output layer computes scored targets only.
-    Processes share the windows; each returns all losses, on the CPU. progress: text of the bar.
+    The processes share the windows, and each process returns all losses, on the CPU. progress: the
+    text of the progress bar (default: no bar).
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
     one window at a time).
     """
@@ -355,5 +362,5 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
 
 
 def perplexity(nll, scored=None):
-    """Return exp(mean of nll), nll in nats. scored: a bool mask of the tokens that count."""
+    """Return exp(mean of nll), nll in nats. scored: a bool mask of the tokens in the mean."""
     return (nll if scored is None else nll[scored]).mean().exp().item()
