@@ -27,7 +27,7 @@ The paper's text and its released code differ. Each difference is an argument he
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
     sign of Y/mu, line 4   - (ADMM needs +)        -                   dual_sign=-1 | +1
-    values in each step    not printed             V                   v; or keys, pass k as v
+    values in each step    not printed             V                   v; pass k as v to use keys
     number of steps        n (Def. 1)              n                   n_iter; PAP does not converge
     dropout                not mentioned           last step only      last step only
     queries                keys; App. E.9: own     keys                keys (q=None), or your own q

@@ -31,8 +31,8 @@ CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
-# Parts that some timm ViTs have outside their blocks. vit.py cannot compute their output without
-# these parts.
+# Parts that some timm ViTs have outside their blocks. vit.py does not have these parts, so it would
+# compute another output.
 UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
                  "attn_pool.")
 

@@ -167,8 +167,8 @@ def kernel_pca(k):
     sigma, U = top_eigh(G, N)
     U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry is > 0
 
-    # Remark 2 allows N axes at most. Centring removes one. For long keys, float64 cannot resolve
-    # some of the others.
+    # Remark 2 allows N axes at most. Centring removes one axis, and rounding removes more axes if
+    # keys are long.
     top = sigma[..., :1]
     resolved = (sigma > N * ROUNDING * top) & (top > N * ROUNDING)
     return Axes(G, sigma, U, resolved.sum(-1).clamp(max=N - 1), c, lg)

@@ -167,7 +167,8 @@ def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
     The result is the largest image with long side <= 4 * size * scale and short side <= size *
-    scale. If its short side is smaller than the window, the image is enlarged until they are equal.
+    scale. If this short side is smaller than the window, the image is enlarged to a short side that
+    equals the window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))

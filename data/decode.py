@@ -14,7 +14,7 @@ from common import InputError, print0
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 PNG = b"\x89PNG\r\n\x1a\n"
-PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # that set pixels
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # pixels depend on them
 
 
 def printable(path):

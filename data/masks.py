@@ -222,7 +222,7 @@ def own_folder(root, part, values, ignore, keep_best=False):
         raise InputError(f"{printable(Path(root, 'classes.txt'))} lists {len(names)} classes, "
                          f"expected {len(values)}, for the values {list(values)[:9]}")
     files = find_pairs(root, keep_best)
-    if part == "all":                               # no training has checked these
+    if part == "all":                               # no training has checked these files
         counts = check_annotations([label for _, label in files["all"]],
                                    None if len(values) == 2 else ignore)
         if (counts[list(values)] > 0).sum() < 2:
