@@ -198,7 +198,7 @@ def write_tokens(folder, lines):
     folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in lines["train"] for word in line)
     if min(counts.values()) >= MIN_COUNT:
-        lines["train"] = [*lines["train"], [UNK]]               # for valid and test, which may need <unk>
+        lines["train"] = [*lines["train"], [UNK]]           # valid and test may need <unk>
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
