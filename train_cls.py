@@ -150,7 +150,7 @@ def get_args():
     # has the flags on the command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "classification")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
-    from_file = {}                                      # model, patch_size, image_size
+    from_file = {}                          # flags from the file: model, patch_size, image_size
     if given.init_from and not given.resume:
         from checkpoints import flags_for
         from_file = flags_for(common.load(given.init_from), SIZES)
@@ -221,7 +221,8 @@ def load_batches(source, keys, args, device, transform=None):
 
 def train_batches(source, args, start, stop, device, rank, world):
     """Yield augmented images (b, 3, S, S), target distributions (b, K), and positions (b,)."""
-    # Shift, flip and RandAugment act on uint8; then come [0, 1], random erasing and mixing.
+    # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
+    # random erasing and mixing follow.
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
@@ -243,7 +244,7 @@ def evaluate(model, source, args, device, rank, world):
     fewer than 6 classes.
     """
     model.eval()
-    mine = torch.arange(rank, len(source.labels), world)
+    mine = torch.arange(rank, len(source.labels), world)    # the images of this process
     keys = [(part, part) for part in mine.split(256) if len(part)]
     total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
     quiet = rank > 0 or None                                # None shows the bar in a terminal only
@@ -312,7 +313,7 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe it; with --resume they must describe the checkpoint's model.
+    # Model. The flags describe the model, which must be the checkpoint's with --resume.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
@@ -345,9 +346,9 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = copy.deepcopy(model) if args.ema else None
 
-    # Resume. Data and model must be the same as before. The checkpoint has the weights, their
-    # average and the optimiser's state. Random numbers have no state, because they depend on step
-    # and sample only.
+    # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
+    # weights, their average and the optimiser's state. Random numbers have no state, because they
+    # depend on seed, step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -382,7 +383,7 @@ def main():
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
-    pending = []
+    pending = []                            # loss and gradient norm of the steps not yet logged
     for step in bar:
         lr = learning_rate(step, warmup, total, args)
         for group in optimizer.param_groups:
@@ -408,7 +409,7 @@ def main():
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:                                         # the average begins as a copy after step 0
+        if ema:                                         # at step 0, the average copies the weights
             with torch.no_grad():
                 torch._foreach_lerp_([*ema.parameters()], [*model.parameters()],
                                      1 - args.ema if step else 1.0)

@@ -270,7 +270,7 @@ def main():
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
 
-    # Model. The flags describe it; with --resume they must describe the checkpoint's model.
+    # Model. The flags describe the model, which must be the checkpoint's with --resume.
     size = {**LM_SIZES[args.model], "context": args.context}
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
@@ -292,8 +292,9 @@ def main():
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume. Data and model must be the same as before. The checkpoint has the weights and the
-    # optimiser's state. Random numbers have no state, because they depend on the step only.
+    # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
+    # weights and the optimiser's state. Random numbers have no state, because they depend on seed,
+    # step and place in the batch only.
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -326,7 +327,7 @@ def main():
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
-    pending = []
+    pending = []                            # loss and gradient norm of the steps not yet logged
     for step in bar:
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:

@@ -190,7 +190,7 @@ def batch_keys(args, n, start, stop, rank, world):
     position: a sample's number in the whole run, which determines its random numbers. index: the
     number of its image, 0 to n - 1. Process `rank` gets every world-th sample of the batch. The
     last batch of an epoch may be short. A process without a sample then gets the first sample of
-    the batch, and `train_batches` ignores its labels.
+    the batch, and `train_batches` ignores the labels of this sample.
     """
     epoch_steps = math.ceil(n / args.batch_size)
     for step in range(start, stop):
@@ -268,8 +268,8 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. With --resume, the checkpoint describes it. Otherwise a backbone describes the encoder,
-    # and flags describe the rest.
+    # Model. With --resume, the checkpoint describes the model. Otherwise a backbone, if there is
+    # one, describes the encoder, and the flags describe the rest.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
@@ -312,8 +312,9 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. Data must be the same as before. The checkpoint has the weights and the optimiser's
-    # state. Random numbers have no state, because they depend on step and sample only.
+    # Resume. The data, `about`, must be the same as before. The checkpoint has the weights and the
+    # optimiser's state. Random numbers have no state, because they depend on seed, step and sample
+    # only.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
         common.check_unchanged(checkpoint, about)
@@ -344,7 +345,7 @@ def main():
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
-    pending = []
+    pending = []                            # loss and gradient norm of the steps not yet logged
     for step in bar:
         lr = learning_rate(step, total, args)
         for group in optimizer.param_groups:
