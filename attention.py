@@ -27,10 +27,10 @@ The paper's text and its released code differ. Each difference is an argument he
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
     sign of Y/mu, line 4   - (ADMM needs +)        -                   dual_sign=-1 | +1
-    values in each step    not printed             V                   v; rpc_attention(k, k): keys
+    values in each step    not printed             V                   v; or keys, pass k as v
     number of steps        n (Def. 1)              n                   n_iter; PAP does not converge
     dropout                not mentioned           last step only      last step only
-    queries                keys; App. E.9: own     keys                q=None: keys; or your own q
+    queries                keys; App. E.9: own     keys                keys (q=None), or your own q
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
 The defaults follow the released code. `FORMS` names three combinations of the choices in the first
@@ -148,8 +148,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 
     With n_iter = 1 the result is symmetric attention on keys whose entries are clamped to
     [-tau, tau]. With dual_sign = -1 and as long as S = 0, step i attends with the keys
-    (L_1 + ... + L_{i-1}) - (i - 2) K. The part of the L's that is the same for every token counts,
-    too: a vector c that is added to every key adds c.k_j to the score of token j.
+    (L_1 + ... + L_{i-1}) - (i - 2) K. A part of the L's that is the same for every token has an
+    effect, too: a vector c that is added to every key adds c.k_j to the score of token j.
     K, S, L and Z are float32 or float64. For bf16 inputs, the error after four steps is 0.4 % with
     K, S, L and Z in float32, and 1.1 % with K, S, L and Z in bf16.
     """
@@ -193,7 +193,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
 
 class ScaledAttention(nn.Module):
-    """Scaled Attention, softmax(q k^T / sqrt(D)) (I - S) v. S (H, N, N) is learned from 0 on."""
+    """Scaled Attention, softmax(q k^T / sqrt(D)) (I - S) v. S: (H, N, N), learned, starts at 0."""
 
     def __init__(self, layer):
         super().__init__()
@@ -373,7 +373,7 @@ def key_statistics(model, forward, inputs):
     stats = dict(mean_abs_key=[], nonzero_S={})
 
     def measure(layer, inputs):
-        """Add the numbers of one SelfAttention, before its forward runs."""
+        """Add the numbers of one SelfAttention to stats, before the layer's forward runs."""
         shares = [(step["S"] != 0).float().mean().item() for step in layer.trace(inputs[0])]
         if shares:
             stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]

@@ -1,26 +1,38 @@
-"""Read checkpoints of other projects: DeiT and timm ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`.
+"""Rebuild models from files: our checkpoints, other projects' ViTs, and a user's own function.
 
-    file = common.load("deit_tiny_patch16_224.pth")
-    model, settings, notes = foreign_vit(file)                      # to evaluate it
-    notes = load_weights(model, file, new_head=True)                # to fine-tune it
+    m = load_checkpoint("out/first", "cpu")                         # ours, or another project's
+    m = load_built("my.py:build", "cpu", size=224)                  # any classifier
+    notes = load_weights(model, file, new_head=True)                # to fine-tune DeiT, timm, FAN
 
-A file of weights does not store every setting of its network: the number of heads, the epsilon of
-the norms and the normalisation of the pixels are missing. `foreign_vit` assumes the usual values
-and returns one sentence per assumption. Its arguments replace the assumed values.
+Other projects: DeiT and timm ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`. Their files do not store
+everything that the network computes: the number of heads, the epsilon of the norms and the
+normalisation of the pixels are missing. `foreign_vit` assumes the usual values, lists each
+assumption as a sentence, and has an argument that replaces it.
 """
 
+import importlib.util
+import json
 import math
 import re
+import sys
+import types
+import zlib
+from pathlib import Path
+from typing import NamedTuple
 
+import common
 import torch
 
-from common import InputError, load_known, one_of
-from vit import ViT, ViTConfig, architecture, resize_pos_embed
+from attention import PAP_SETTINGS
+from common import InputError, load_known, one_of, print0
+from vit import ViT, ViTConfig, architecture, classifier_from_checkpoint, resize_pos_embed
 
+CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
-# Parts of timm ViTs outside the blocks that vit.py does not have; without them the output differs.
+# Parts that some timm ViTs have outside their blocks. vit.py cannot compute their output without
+# these parts.
 UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
                  "attn_pool.")
 
@@ -38,7 +50,7 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
         the ViT in eval mode; it takes pixels in [0, 1]
         dict(weights, num_heads, eps, normalize): the settings for a result row
         a list of sentences, one per assumption
-    InputError if the file does not hold such weights.
+    InputError if the file does not contain weights of a ViT.
     """
     one_of("normalize", normalize, NORMALIZE)
     state, settings = find_weights(checkpoint, weights), foreign_settings(checkpoint, weights)
@@ -96,7 +108,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
     if not c.num_classes:
         state = {name: w for name, w in state.items() if not name.startswith("head.")}
     elif head is not None and head.shape != own["head.weight"].shape and new_head:
-        notes.append(f"The head for {c.num_classes} classes is new (the file's has {len(head)}).")
+        notes.append(f"The head for {c.num_classes} classes is new; the file has {len(head)}.")
         state["head.weight"], state["head.bias"] = own["head.weight"], own["head.bias"]
     load_known(model, state)
     return notes
@@ -136,7 +148,8 @@ def find_weights(checkpoint, weights="model"):
 def drop_unused_queries(config, state):
     """Remove weights that `rachtsy/KPCA-S` stores but never uses, from `state` in place.
 
-    They project queries in the RPC layers of Sym/Asym (App. E.9), where the keys are the queries.
+    The weights project queries in the RPC layers of Sym/Asym (App. E.9), where the keys are the
+    queries.
     """
     for i in config.rpc_layers if config.attn == "sym_asym" else ():
         for name in (f"blocks.{i}.attn.qkv.{end}" for end in ("weight", "bias")):
@@ -183,7 +196,7 @@ def trained_size(state):
 def released_attention(args, depth):
     """Return the attention of a file of `rachtsy/KPCA_code` as fields of ViTConfig.
 
-    args: the flags stored in the file. Returns {} if they do not describe an attention.
+    args: the flags stored in the file. Returns {} if the flags do not describe an attention.
     """
     if not hasattr(args, "num_iter") or not hasattr(args, "lambd"):
         return {}
@@ -215,3 +228,167 @@ def flags_for(checkpoint, sizes):
               if all(size[key] == config[key] for key in ("embed_dim", "depth"))]
     return dict({"model": name for name in models}, patch_size=config["patch_size"],
                 image_size=config["image_size"])
+
+
+# --- models to evaluate ---------------------------------------------------------------------------
+
+class Loaded(NamedTuple):
+    """A model and what its checkpoint stores."""
+    model: torch.nn.Module               # in eval mode, its parameters frozen
+    task: str
+    about: dict                          # the model's fields of each row
+    given: str                           # the flag and the path, for errors
+    size: int | None                     # pixels per side of its images
+    origin: str = "ours"                 # a key of ORIGINS
+    checkpoint: dict = {}                # our checkpoint without its weights
+    trained: dict = {}                   # the flags of its training
+    classes: list | None = None          # class names
+
+
+def checksum(data):
+    """Return eight hexadecimal digits for bytes."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def weights_checksum(model):
+    """Return a checksum of a model's weights."""
+    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+               for t in model.state_dict().values())
+    return checksum(b"".join(tensors))
+
+
+def kind_of(config):
+    """Describe a model's attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer.
+
+    Layers are counted from 0.
+    """
+    family = getattr(config, "family", "")
+    if not config.rpc_layers:
+        return family + config.attn
+    layers = "layer" + ",".join(map(str, config.rpc_layers))
+    if len(config.rpc_layers) == config.depth:
+        layers = "all-layer"
+    name = f"{family}{config.attn} {config.pap['n_iter']}iter/{layers}"
+    if config.pap["lambd"] != PAP_SETTINGS["lambd"]:
+        name += f", lambda {config.pap['lambd']:g}"
+    if config.pap["form"] != PAP_SETTINGS["form"]:
+        name += f", form {config.pap['form']}"
+    return name
+
+
+def describe_model(model, defaults, path):
+    """Return the model's fields of a row. defaults: a config; only differences from it are kept."""
+    usual, config = ({**fields, **fields["pap"], "pap": None}
+                     for fields in (vars(defaults), vars(model.config)))
+    config = {k: v for k, v in config.items() if v != usual.get(k)}
+    config = json.loads(json.dumps(config))               # as a row that is read back has it
+    kind = kind_of(model.config)
+    return dict(model=kind, kind=kind, checkpoint=str(path), weights=weights_checksum(model),
+                model_config=config)
+
+
+def load_checkpoint(path, device, flag="--ckpt", weights="model", **foreign):
+    """Rebuild the model of a checkpoint: a `Loaded`.
+
+    path: a file, a folder or an https address. weights: "model", or "ema" for their average over
+    the training steps. foreign: arguments of `foreign_vit`, for checkpoints of other projects.
+    """
+    checkpoint, given = common.load(path), f"{flag} {path}"
+    with common.error_prefix(given):
+        if "task" not in checkpoint:
+            return load_foreign(checkpoint, path, device, given, weights, foreign)
+        if not checkpoint.get(weights):
+            raise InputError(f"it has no {weights} weights; train with --ema to have them")
+        model, defaults = rebuild_ours(checkpoint | dict(model=checkpoint[weights]))
+    model = model.to(device).requires_grad_(False)
+    about = describe_model(model, defaults, path)
+    about["model"] += f", seed {checkpoint['args'].get('seed', '?')}" + ", ema" * (weights == "ema")
+    stored = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
+    return Loaded(model, checkpoint["task"], about, given,
+                  getattr(model.config, "image_size", None), "ours", stored, checkpoint["args"],
+                  checkpoint.get("classes"))
+
+
+def rebuild_ours(checkpoint):
+    """Rebuild the model of our checkpoint; return it and a config with the defaults."""
+    if checkpoint["task"] == SEG:
+        from segmenter import SegmenterConfig, segmenter_from_checkpoint
+        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
+    if checkpoint["task"] == LM:
+        from lm import LMConfig, lm_from_checkpoint
+        return lm_from_checkpoint(checkpoint), LMConfig(1)
+    return classifier_from_checkpoint(checkpoint), ViTConfig()
+
+
+def load_foreign(checkpoint, path, device, given, weights, foreign):
+    """Rebuild a ViT of DeiT, timm or the released code; print what is assumed about it."""
+    model, settings, notes = foreign_vit(checkpoint, weights, **foreign)
+    for note in notes:
+        print0(f"{given}: {note}")
+    model = model.to(device).requires_grad_(False)
+    about = describe_model(model, ViTConfig(), path) | settings | dict(assumed=notes)
+    about["weights"] = weights_checksum(model)
+    average = ", ema" * (settings["weights"] == "ema")
+    about["model"] = f"{Path(str(path)).stem}, {about['kind']}{average}"
+    return Loaded(model, CLS, about, given, model.config.image_size, "foreign")
+
+
+class Built(torch.nn.Module):
+    """A user's classifier: pixels in, float32 logits out, whatever type and container it uses."""
+
+    def __init__(self, net, given):
+        super().__init__()
+        self.net, self.given = net, given
+        self.dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()),
+                          torch.float32)
+        for name in ("mean", "std"):                      # for --preset paper
+            value = getattr(net, name, None)
+            if torch.is_tensor(value):
+                self.register_buffer(name, value.detach(), persistent=False)
+
+    def forward(self, x):
+        logits = self.net(x.to(self.dtype))
+        if isinstance(logits, dict):
+            logits = logits.get("logits", logits)
+        logits = getattr(logits, "logits", logits)
+        if isinstance(logits, (tuple, list)):
+            logits = logits[0]
+        if not torch.is_tensor(logits) or logits.ndim != 2 or len(logits) != len(x):
+            found = (f"a dict with the keys {', '.join(map(str, logits))}"
+                     if isinstance(logits, dict) else f"a tensor {tuple(logits.shape)}"
+                     if torch.is_tensor(logits) else f"a {type(logits).__name__}")
+            raise InputError(f"{self.given} returns {found}, expected logits (B, classes): a "
+                             "tensor, the first of a tuple, or called logits")
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def load_built(text, device, size):
+    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels per side."""
+    path, _, name = text.partition(":")
+    given, name, path = f"--model {text}", name or "build", Path(path)
+    if not path.is_file():
+        raise InputError(f"{given}: {path} is not a file, expected FILE.py:FUNCTION")
+    code, folder = checksum(path.read_bytes()), str(path.resolve().parent)
+
+    # The file's folder becomes a package, so that relative imports work, and joins sys.path, so
+    # that `import sibling` works. Dataclasses look their module up in sys.modules.
+    package = types.ModuleType(f"user_model_{checksum(folder.encode())}")
+    package.__path__ = [folder]
+    sys.modules[package.__name__] = package
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise InputError(f"{given}: {path} has no function {name}")
+
+    torch.manual_seed(0)                                  # the same weights on every process
+    net = getattr(module, name)()
+    if not isinstance(net, torch.nn.Module):
+        raise InputError(f"{given}: {name} returns a {type(net).__name__}, expected an nn.Module")
+    model = Built(net, given).to(device).eval().requires_grad_(False)
+    about = dict(model=text, kind=text, checkpoint=text, weights=weights_checksum(net),
+                 model_config=dict(build=text, code=code))    # an edited file is another model
+    return Loaded(model, CLS, about, given, size, "function")

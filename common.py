@@ -21,9 +21,10 @@ from itertools import islice
 from pathlib import Path
 from urllib.error import URLError
 
-# How many times a thread of PyTorch's OpenMP checks for new work before it sleeps. libgomp reads
-# the variable when torch is imported. With its default, threads that wait for each other take the
-# processor from the thread that works, if other programs run, too (docs/data.md has the speeds).
+# The number of times that a waiting thread of PyTorch's OpenMP library, libgomp, checks for new
+# work before it sleeps. libgomp reads the variable when torch is imported. With libgomp's default,
+# waiting threads take the processor from working threads if other programs run, too. docs/data.md
+# has the speeds.
 SPINS = "10000"
 if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -47,12 +48,14 @@ def error_prefix(what):
 
 
 def run(main):
-    """Call a script's main(). An InputError becomes one line and exit code 1, Ctrl-C one and 130.
+    """Call a script's main(), and print its input errors.
 
-    Every other exception is a bug, in our code or in your change, and keeps its traceback.
+    An InputError prints one line and ends the script with exit code 1. Ctrl-C prints one line and
+    ends it with exit code 130. Every other exception is a bug, in our code or in your change, and
+    shows its traceback.
     """
-    torch.set_flush_denormal(True)      # docs/data.md; threads and DataLoader workers inherit it
-    for stream in (sys.stdout, sys.stderr):                     # a file name may not be UTF-8
+    torch.set_flush_denormal(True)      # for speed (docs/data.md), also in DataLoader workers
+    for stream in (sys.stdout, sys.stderr):                     # print names that are not UTF-8
         with suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")
     rank = os.environ.get("RANK", "0")
@@ -63,31 +66,36 @@ def run(main):
             print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
     except InputError as e:
-        # If all processes find the error, rank 0 prints it, and torchrun ends the waiting ones. If
-        # one process alone finds it, for example a broken image, it prints the error itself.
+        # If all processes find the error, rank 0 prints it, and torchrun ends the other processes
+        # while they wait. If only one process finds the error, for example in a corrupt image, this
+        # process prints it.
         if rank != "0":
             time.sleep(WAIT)
-        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")     # a worker's
+        # An error in a DataLoader worker arrives with its traceback; the last line is the message.
+        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
         sys.exit(f"error: {words}{go_on()}")
 
 
-WAIT = 10                                                       # seconds
+WAIT = 10                               # seconds that processes other than rank 0 wait in `run`
 
 
 def go_on():
-    """Return words on how to continue the run of this process, if it has saved a checkpoint."""
+    """Return "; continue with: " and the command that resumes this process's run.
+
+    Returns "" if the run has no checkpoint yet.
+    """
     if Log.folder is None or not Path(Log.folder, "last.pt").exists():
         return ""
-    return f"; go on with: {command(os.path.relpath(sys.argv[0]), '--resume', Log.folder)}"
+    return f"; continue with: {command(os.path.relpath(sys.argv[0]), '--resume', Log.folder)}"
 
 
 def command(script, *words):
-    """Return a command line to paste into a shell: names with spaces are quoted."""
+    """Return a command line that you can paste into a shell; names with spaces are quoted."""
     return f"python {shlex.join(map(str, [script, *words]))}"
 
 
 def print0(*lines):
-    """Print lines on rank 0 alone, above a progress bar."""
+    """Print lines on rank 0 only, above the progress bar if there is one."""
     if os.environ.get("RANK", "0") == "0":
         tqdm.write("\n".join(lines))
 
@@ -95,7 +103,7 @@ def print0(*lines):
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Print the script's docstring unchanged, and defaults that the help text does not explain."""
+    """Print the script's docstring unchanged; add defaults that the help texts do not contain."""
 
     def _get_help_string(self, action):
         explained = action.default is None or action.default is False or "(default" in action.help
@@ -110,10 +118,11 @@ def number(kind, low, high=1e30):
             raise argparse.ArgumentTypeError(f"{text}, expected {kind.__name__} from {low} to "
                                              f"{high}")
         return value
-    parse.__name__ = kind.__name__                             # argparse says "invalid float value"
+    parse.__name__ = kind.__name__                      # for argparse's "invalid float value"
     return parse
 
 
+# Types of flags: whole numbers from 1 or 0, floats from 0, shares from 0 to below 1, and seeds.
 COUNT, NATURAL = number(int, 1), number(int, 0)
 REAL, SHARE = number(float, 0), number(float, 0, 0.999999)
 SEED = number(int, 0, 2 ** 31 - 1)
@@ -124,20 +133,21 @@ def device(name):
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise argparse.ArgumentTypeError(f"{name}: this PyTorch has no such device") from None
+        raise argparse.ArgumentTypeError(f"{name}: this PyTorch has no such device; expected cpu, "
+                                         f"cuda or mps") from None
     return name
 
 
 def one_of(name, value, known):
     """Raise InputError unless `value` is one of `known`. name: the setting, for the message."""
     if value not in known:
-        own = ("; enter your own attention in attention.ATTENTIONS first, like "
+        own = ("; add your own attention to attention.ATTENTIONS first, as in "
                "studies/robust_attentions.py") if name == "attn" else ""
         raise InputError(f"{name}={value!r}, expected one of {', '.join(sorted(set(known)))}{own}")
 
 
 def parse_layers(text, depth):
-    """Read "0", "all", "0,1,2" or "0-3" as a tuple of layers, 0 to depth - 1."""
+    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers, each from 0 to depth - 1."""
     try:
         ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
         layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
@@ -145,14 +155,20 @@ def parse_layers(text, depth):
         layers = ()
     if layers and set(layers) <= set(range(depth)):
         return layers
-    raise InputError(f"--rpc_layers {text}: expected all, 0, 0,1 or 0-2 of layers 0 to {depth - 1}")
+    raise InputError(f"--rpc_layers {text}: expected layers from 0 to {depth - 1}, for example "
+                     f"0 or 0,1 or 0-2 or all")
 
 
 def resumed_run(parser, task):
-    """Read the flags given on the command line and the run that --resume names.
+    """Read the flags on the command line, and the run that --resume continues.
 
-    Returns (given, checkpoint, stored): a Namespace, the dict in last.pt and its flags; the two
-    dicts are empty without --resume. task: the name in the checkpoints of this script.
+    task: the script's name for its task, as in its checkpoints.
+
+    Returns:
+        given: a Namespace with the flags on the command line
+        checkpoint: the dict in the run's last.pt, or {} without --resume
+        stored: a dict with the flags of that run, or {} without --resume
+    InputError if the run has another task.
     """
     given = parser.parse_known_args()[0]
     if not given.resume:
@@ -170,9 +186,9 @@ def resumed_run(parser, task):
 def parse_flags(parser, recipe, stored, fixed=()):
     """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    recipe, stored: dicts of flags, stored from `resumed_run`. fixed: flags that --resume cannot
-    change, in addition to --batch_size (a position in the data is stored in steps). Prints which
-    flags differ from the stored ones.
+    recipe: a dict of flags. stored: the flags of the resumed run, from `resumed_run`. fixed: names
+    of flags that --resume cannot change. --resume cannot change --batch_size either, because the
+    position in the data is counted in steps. Prints the flags that differ from the stored ones.
     """
     parser.set_defaults(**{**recipe, **stored})
     parser.add_argument("-h", "--help", action="help", help="print this text and exit")
@@ -183,15 +199,18 @@ def parse_flags(parser, recipe, stored, fixed=()):
             raise InputError(f"--resume cannot change --{name}: it was {stored[name]} and is "
                              f"{changed[name]}; leave --{name} out, or start another run")
     if changed:
-        print0(f"other flags: {changed}")
+        print0(f"changed flags: {changed}")
     return args
 
 
 def run_folder(args, default):
-    """Return the run's folder: --resume, --out_dir or the default, which must hold no other run."""
+    """Return the run's folder: --resume, else --out_dir, else the default.
+
+    InputError if a new run's folder already contains a run.
+    """
     if args.out_dir and args.resume:
-        raise InputError(f"--out_dir {args.out_dir} does not go with --resume, which continues in "
-                         f"its own folder; leave one of them out")
+        raise InputError(f"--out_dir {args.out_dir} does not go with --resume, which writes into "
+                         f"the folder of the run; leave one of them out")
     folder = args.resume or args.out_dir or default
     if Path(folder, "last.pt").exists() and not args.resume:
         raise InputError(f"{folder} holds a run: continue it with --resume {shlex.quote(folder)}, "
@@ -203,10 +222,10 @@ def run_folder(args, default):
 
 class Log:
     """The log.jsonl of a run, locked by the process that trains. Every row has a `step`."""
-    folder = None                           # of this process's run, for `go_on`
+    folder = None                           # the folder of this process's run; `go_on` needs it
 
     def __init__(self, folder, step):
-        """Create the folder, or cut the log in it after the rows up to `step`."""
+        """Create the folder and the log. A resumed run keeps the rows up to `step`."""
         self.path = Path(folder, "log.jsonl")
         kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
         try:
@@ -217,7 +236,7 @@ class Log:
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
             self.file.truncate(sum(len(line.encode()) for line in islice(self.file, kept)))
-            for leftover in self.path.parent.glob("*.tmp"):         # a killed process left it
+            for leftover in self.path.parent.glob("*.tmp"):         # from a killed process
                 leftover.unlink()
         except BlockingIOError:
             raise InputError(f"another process trains in {folder}") from None
@@ -226,7 +245,7 @@ class Log:
         Log.folder = folder
 
     def append(self, row):
-        """Write a row. InputError if a number is not finite, or if the disk is full."""
+        """Write a row, a dict. InputError if a number is not finite, or if the disk is full."""
         for name, value in {**row, **row.get("eval", {})}.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError(f"not finite at step {row['step']}: {name} {value}")
@@ -239,7 +258,8 @@ class Log:
 def read_log(path):
     """Return the rows of a log, a list of dicts; [] without a file.
 
-    A kill may cut the last line short; it is left out. Any other broken line is an InputError.
+    An incomplete last line, which a killed process leaves, is ignored. InputError if any other line
+    is not a JSON object.
     """
     rows, path = [], Path(path)
     lines = path.read_text("utf-8", "replace").split("\n") if path.exists() else []
@@ -247,21 +267,22 @@ def read_log(path):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            if number < len(lines):                                 # so the line is whole
+            if number < len(lines):                             # a newline ends it: it is complete
                 raise InputError(f"{path}, line {number} is not a JSON object: {line[:40]!r}; "
                                  f"delete that line, then resume") from None
     return rows
 
 
 def finite_means(pending, step):
-    """Return the mean of each column of `pending`, (steps, n): loss, gradient norm, your numbers.
+    """Return the mean of each column of `pending`, (steps, n), as a list.
 
-    step: the number of the last row. InputError at the first loss or norm that is not finite.
+    Columns 0 and 1 are the loss and the gradient norm; more columns are your own numbers. step: the
+    number of the last row's step. InputError if a loss or norm is not finite, with its step.
     """
     rows = pending.tolist()
     for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
         if not math.isfinite(loss) or not math.isfinite(norm):
-            why = ("before the first update: look at the data and the model" if i == 1 else
+            why = ("no update was made before, so look at the data and the model" if i == 1 else
                    "try a smaller --lr or --clip")
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"{why}")
@@ -269,10 +290,10 @@ def finite_means(pending, step):
 
 
 def describe(device):
-    """Return the name of the hardware, for logs: other processors round differently."""
+    """Return the name of the hardware. Logs contain it, because processors round differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")            # Linux; two processors may share a name
+    path = Path("/proc/cpuinfo")            # Linux; a name alone may stand for several processors
     cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
     words = {"model name": "", "cpu family": "family ", "model": "model "}
     name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
@@ -283,13 +304,13 @@ def describe(device):
 def code_version():
     """Return {"commit": this code's commit or "no git", "torch": PyTorch's version}, for logs.
 
-    "-dirty" follows the commit if tracked files were changed since.
+    The commit ends with "-dirty" if tracked files have uncommitted changes.
     """
     def git(*words):
         return subprocess.run(["git", "--no-optional-locks", "-C", Path(__file__).parent, *words],
                               check=True, capture_output=True, text=True).stdout.strip()
     try:
-        git("ls-files", "--error-unmatch", "common.py")     # not a repository around a copy of it
+        git("ls-files", "--error-unmatch", "common.py")     # fails in a copy inside another project
         commit = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         commit = "no git"
@@ -300,20 +321,23 @@ def code_version():
 
 @contextmanager
 def replacing(path):
-    """Yield the name of a temporary file, which then replaces `path`: whole or not at all."""
+    """Yield the path of a temporary file, which replaces the file `path` when the block ends.
+
+    So `path` never contains half a file. InputError if the file cannot be written.
+    """
     tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield tmp
         os.replace(tmp, path)
     except OSError as e:
-        raise InputError(f"{path} cannot be written ({e.strerror}); the file before it is "
+        raise InputError(f"{path} cannot be written ({e.strerror}); the previous file is "
                          f"kept") from None
     finally:
         tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
-    """Write a dict of plain types and tensors, whole or not at all.
+    """Write a checkpoint, a dict of plain types and tensors, completely or not at all.
 
     InputError if a weight in checkpoint["model"] is not finite, or if the disk is full.
     """
@@ -322,21 +346,21 @@ def save(path, checkpoint):
             raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
     with replacing(path) as tmp:
         try:
-            torch.save(checkpoint, tmp)             # given a file, torch would hide Ctrl-C
+            torch.save(checkpoint, tmp)     # with an open file, not a path, torch would hide Ctrl-C
         except RuntimeError as e:                   # from torch's zip writer
-            raise OSError(28, f"is the disk full? {str(e)[:60]}") from None
+            raise OSError(28, f"the disk may be full: {str(e)[:60]}") from None
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())
 
 
 def load(path):
-    """Read the dict in a checkpoint, ours or another program's; tensors are on the CPU.
+    """Read a checkpoint, ours or another program's; return its dict, with tensors on the CPU.
 
     path: a file, an https address (downloaded once), or the folder of a run, where best.pt is
     preferred to last.pt. Code in the file does not run. InputError if no dict can be read.
     """
     read, path = torch.load, str(path)
-    if path.startswith("https://"):             # the whole address names the file in the cache
+    if path.startswith("https://"):             # each address has its own file in the cache
         name = f"{sha256(path.encode()).hexdigest()[:16]}_{path.split('?')[0].split('/')[-1]}"
         show = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
         read = partial(torch.hub.load_state_dict_from_url, file_name=name, progress=show)
@@ -347,7 +371,8 @@ def load(path):
         if not path.exists():
             raise InputError(f"no checkpoint at {path}")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):    # DeiT's args
+        # DeiT's checkpoints contain a Namespace.
+        with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):
             checkpoint = read(path, map_location="cpu", weights_only=True)
     except URLError as e:
         raise InputError(f"{path} cannot be downloaded ({e.reason}); download the file in another "
@@ -355,17 +380,17 @@ def load(path):
     except Exception as e:                                          # torch.load raises many types
         unsafe = re.search(r"GLOBAL (\S+)", str(e))
         if unsafe:
-            raise InputError(f"{path} holds an object of {unsafe[1]}, expected tensors, numbers, "
-                             f"text, lists and dicts alone: save it again with only these, for "
-                             f"example torch.save(model.state_dict(), FILE)") from None
+            raise InputError(f"{path} holds an object of {unsafe[1]}, expected only tensors, "
+                             f"numbers, text, lists and dicts; save these alone, for example with "
+                             f"torch.save(model.state_dict(), FILE)") from None
         raise InputError(f"{path} is not a readable checkpoint ({type(e).__name__}), expected a "
-                         f"file of torch.save or a run's folder") from None
+                         f"file written by torch.save, or the folder of a run") from None
     if not isinstance(checkpoint, dict):
         raise InputError(f"{path} holds a {type(checkpoint).__name__}, expected a dict of weights")
     return checkpoint
 
 
-# Parts of pickled NumPy scalars and arrays; NumPy 1 and 2 name them differently.
+# The types and functions in a pickled NumPy scalar or array; NumPy 1 and 2 name them differently.
 NUMPY = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] +
                                  np.typecodes["AllFloat"] + "SU"}]
 NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
@@ -373,7 +398,10 @@ NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}"
 
 
 def check_unchanged(checkpoint, now):
-    """Raise InputError if a value in `now`, by name, differs from the resumed checkpoint's."""
+    """Raise InputError if the resumed checkpoint stores another value for a name in `now`.
+
+    now: {name: value}, settings of the data and the model.
+    """
     was = {**checkpoint, **checkpoint["model_config"]}
     for name, value in now.items():
         if was.get(name) != value:
@@ -383,7 +411,7 @@ def check_unchanged(checkpoint, now):
 
 
 def load_optimizer(optimizer, state):
-    """Load the state of an optimiser, but keep its learning rate, weight decay and so on.
+    """Load a stored state into an optimiser, which keeps its own settings, such as weight decay.
 
     InputError if the state belongs to another kind of optimiser or to other parameters.
     """
@@ -394,7 +422,7 @@ def load_optimizer(optimizer, state):
         raise InputError("--resume: the checkpoint's optimiser has other settings or parameters; "
                          "expected the optimiser and the trained parameters of the run")
     groups = [{**now, "params": was["params"]} for now, was in zip(today, stored)]
-    optimizer.load_state_dict({**state, "param_groups": groups})    # `fused` places the state
+    optimizer.load_state_dict({**state, "param_groups": groups})
 
 
 def stored_config(checkpoint, config):
@@ -423,11 +451,11 @@ def rebuild(checkpoint, task, model, config):
 
 
 def load_known(model, weights):
-    """Load the weights of a model.
+    """Load weights, {name: tensor}, into a model.
 
     Extra weights outside the blocks, for example a second head, are left out and printed. Extra
-    weights inside a block are an error, because dropping them would change what the block computes.
-    InputError with torch's message for these, for missing weights and for other shapes.
+    weights inside a block are an error, because without them the block would compute something
+    else. Missing weights and other shapes are errors, too. InputError contains torch's message.
     """
     own = model.state_dict()
     others = [name for name in weights if name not in own and "blocks." not in name]
@@ -440,8 +468,8 @@ def load_known(model, weights):
 
 
 def table(rows, header):
-    """Return lists of cells as a Markdown table with aligned columns."""
-    rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]  # as in |S|
+    """Return a Markdown table with aligned columns. rows: lists of cells. header: its first row."""
+    rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"

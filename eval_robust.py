@@ -23,18 +23,12 @@ as not robust. Top-5 is measured on the image that was made for top-1. Random nu
 """
 
 import argparse
-import base64
-import csv
-import importlib.util
 import inspect
 import itertools
 import json
 import math
 import os
-import sys
 import time
-import types
-import zlib
 from datetime import date
 from functools import partial, wraps
 from pathlib import Path
@@ -47,8 +41,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import robust
-from attention import PAP_SETTINGS
-from checkpoints import NORMALIZE, foreign_vit
+from checkpoints import CLS, LM, NORMALIZE, SEG, load_built, load_checkpoint
 from common import InputError, print0
 from data.batches import Split, image_batches
 from data.datasets import DATASETS, load_test
@@ -58,9 +51,9 @@ from robust import adaptive, attacks, autoattack, metrics
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt, jpeg_compression
 from robust.frost import load_frost
 from robust.words import WORD, word_swap
-from vit import ViTConfig, classifier_from_checkpoint
+from results import (SUMMARY, class_tables, key, measure_text, open_rows, pack, print_tables,
+                     read_number, rows_table)
 
-CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # A new attack is a function (robust/attacks.py describes it) and an entry here. --measures NAME
 # runs it; its keywords are its settings: "pgd eps=2/255 steps=40".
 ATTACKS = {
@@ -219,13 +212,6 @@ class Run(NamedTuple):
 
 # --- measures in words: "pgd eps=1/255,2/255 steps=40" --------------------------------------------
 
-def read_number(text):
-    """Read 8/255, 0.0314 or 8."""
-    top, _, bottom = text.partition("/")
-    whole = text.removeprefix("-").isdecimal()
-    return int(text) if whole else float(top) / float(bottom or 1)
-
-
 def budget(text):
     """Read an L-infinity budget in pixel units."""
     value = read_number(text)
@@ -291,24 +277,6 @@ def parse_measure(text, known, preset="default", eps=None):
     return [(name, {k: v for k, v in settings.items() if v is not None}) for settings in found]
 
 
-def in_words(value):
-    """Write a value of a setting as the user types it: 2/255, 0.15, yes, 1,2,3."""
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(in_words, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, float):
-        return str(value)
-    plain = f"{value:g}" if float(f"{value:g}") == value else str(value)
-    share = f"{255 * value:g}/255"
-    return share if read_number(share) == value and len(share) < len(plain) else plain
-
-
-def measure_text(name, settings):
-    """Write a measure for the screen: pgd eps=2/255 steps=20."""
-    return " ".join([name, *(f"{key}={in_words(value)}" for key, value in settings.items())])
-
-
 def describe_measures():
     """List the measures, their settings and defaults, for --help."""
     lines = ["measures and the defaults of their settings:"]
@@ -321,171 +289,6 @@ def describe_measures():
 
 
 # --- models ---------------------------------------------------------------------------------------
-
-class Loaded(NamedTuple):
-    """A model and what its checkpoint stores."""
-    model: torch.nn.Module               # in eval mode, its parameters frozen
-    task: str
-    about: dict                          # the model's fields of each row
-    given: str                           # the flag and the path, for errors
-    size: int | None                     # pixels per side of its images
-    origin: str = "ours"                 # a key of ORIGINS
-    checkpoint: dict = {}                # our checkpoint without its weights
-    trained: dict = {}                   # the flags of its training
-    classes: list | None = None          # class names
-
-
-def checksum(data):
-    """Return eight hexadecimal digits for bytes."""
-    return f"{zlib.crc32(data):08x}"
-
-
-def weights_checksum(model):
-    """Return a checksum of a model's weights."""
-    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-               for t in model.state_dict().values())
-    return checksum(b"".join(tensors))
-
-
-def kind_of(config):
-    """Describe a model's attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer.
-
-    Layers are counted from 0.
-    """
-    family = getattr(config, "family", "")
-    if not config.rpc_layers:
-        return family + config.attn
-    layers = "layer" + ",".join(map(str, config.rpc_layers))
-    if len(config.rpc_layers) == config.depth:
-        layers = "all-layer"
-    name = f"{family}{config.attn} {config.pap['n_iter']}iter/{layers}"
-    if config.pap["lambd"] != PAP_SETTINGS["lambd"]:
-        name += f", lambda {config.pap['lambd']:g}"
-    if config.pap["form"] != PAP_SETTINGS["form"]:
-        name += f", form {config.pap['form']}"
-    return name
-
-
-def describe_model(model, defaults, path):
-    """Return the model's fields of a row. defaults: a config; only differences from it are kept."""
-    usual, config = ({**fields, **fields["pap"], "pap": None}
-                     for fields in (vars(defaults), vars(model.config)))
-    config = {k: v for k, v in config.items() if v != usual.get(k)}
-    config = json.loads(json.dumps(config))               # as a row that is read back has it
-    kind = kind_of(model.config)
-    return dict(model=kind, kind=kind, checkpoint=str(path), weights=weights_checksum(model),
-                model_config=config)
-
-
-def load_checkpoint(path, device, args=None, flag="--ckpt"):
-    """Rebuild the model of a checkpoint: a `Loaded`.
-
-    path: a file, a folder or an https address. args: the flags --weights, --num_heads, ...
-    """
-    args = args or argparse.Namespace(**dict.fromkeys(ORIGIN_FLAGS))
-    checkpoint, given = common.load(path), f"{flag} {path}"
-    weights = args.weights or "model"
-    with common.error_prefix(given):
-        if "task" not in checkpoint:
-            return load_foreign(checkpoint, path, device, given, args)
-        if not checkpoint.get(weights):
-            raise InputError(f"it has no {weights} weights; train with --ema to have them")
-        model, defaults = rebuild_ours(checkpoint | dict(model=checkpoint[weights]))
-    model = model.to(device).requires_grad_(False)
-    about = describe_model(model, defaults, path)
-    about["model"] += f", seed {checkpoint['args'].get('seed', '?')}" + ", ema" * (weights == "ema")
-    stored = {k: v for k, v in checkpoint.items() if k not in ("model", "ema", "optimizer")}
-    return Loaded(model, checkpoint["task"], about, given,
-                  getattr(model.config, "image_size", None), "ours", stored, checkpoint["args"],
-                  checkpoint.get("classes"))
-
-
-def rebuild_ours(checkpoint):
-    """Rebuild the model of our checkpoint; return it and a config with the defaults."""
-    if checkpoint["task"] == SEG:
-        from segmenter import SegmenterConfig, segmenter_from_checkpoint
-        return segmenter_from_checkpoint(checkpoint), SegmenterConfig(2)
-    if checkpoint["task"] == LM:
-        from lm import LMConfig, lm_from_checkpoint
-        return lm_from_checkpoint(checkpoint), LMConfig(1)
-    return classifier_from_checkpoint(checkpoint), ViTConfig()
-
-
-def load_foreign(checkpoint, path, device, given, args):
-    """Rebuild a ViT of DeiT, timm or the released code; print what is assumed about it."""
-    model, settings, notes = foreign_vit(
-        checkpoint, args.weights or "model", args.num_heads, args.norm_eps,
-        args.normalize or "imagenet", args.image_size)
-    for note in notes:
-        print0(f"{given}: {note}")
-    model = model.to(device).requires_grad_(False)
-    about = describe_model(model, ViTConfig(), path) | settings | dict(assumed=notes)
-    about["weights"] = weights_checksum(model)
-    average = ", ema" * (settings["weights"] == "ema")
-    about["model"] = f"{Path(str(path)).stem}, {about['kind']}{average}"
-    return Loaded(model, CLS, about, given, model.config.image_size, "foreign")
-
-
-class Built(torch.nn.Module):
-    """A user's classifier: pixels in, float32 logits out, whatever type and container it uses."""
-
-    def __init__(self, net, given):
-        super().__init__()
-        self.net, self.given = net, given
-        self.dtype = next((p.dtype for p in net.parameters() if p.is_floating_point()),
-                          torch.float32)
-        for name in ("mean", "std"):                      # for --preset paper
-            value = getattr(net, name, None)
-            if torch.is_tensor(value):
-                self.register_buffer(name, value.detach(), persistent=False)
-
-    def forward(self, x):
-        logits = self.net(x.to(self.dtype))
-        if isinstance(logits, dict):
-            logits = logits.get("logits", logits)
-        logits = getattr(logits, "logits", logits)
-        if isinstance(logits, (tuple, list)):
-            logits = logits[0]
-        if not torch.is_tensor(logits) or logits.ndim != 2 or len(logits) != len(x):
-            found = (f"a dict with the keys {', '.join(map(str, logits))}"
-                     if isinstance(logits, dict) else f"a tensor {tuple(logits.shape)}"
-                     if torch.is_tensor(logits) else f"a {type(logits).__name__}")
-            raise InputError(f"{self.given} returns {found}, expected logits (B, classes): a "
-                             "tensor, the first of a tuple, or called logits")
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def load_built(text, device, size):
-    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels per side."""
-    path, _, name = text.partition(":")
-    given, name, path = f"--model {text}", name or "build", Path(path)
-    if not path.is_file():
-        raise InputError(f"{given}: {path} is not a file, expected FILE.py:FUNCTION")
-    code, folder = checksum(path.read_bytes()), str(path.resolve().parent)
-
-    # The file's folder becomes a package, so that relative imports work, and joins sys.path, so
-    # that `import sibling` works. Dataclasses look their module up in sys.modules.
-    package = types.ModuleType(f"user_model_{checksum(folder.encode())}")
-    package.__path__ = [folder]
-    sys.modules[package.__name__] = package
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(f"{package.__name__}.{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise InputError(f"{given}: {path} has no function {name}")
-
-    torch.manual_seed(0)                                  # the same weights on every process
-    net = getattr(module, name)()
-    if not isinstance(net, torch.nn.Module):
-        raise InputError(f"{given}: {name} returns a {type(net).__name__}, expected an nn.Module")
-    model = Built(net, given).to(device).eval().requires_grad_(False)
-    about = dict(model=text, kind=text, checkpoint=text, weights=weights_checksum(net),
-                 model_config=dict(build=text, code=code))    # an edited file is another model
-    return Loaded(model, CLS, about, given, size, "function")
-
 
 @torch.no_grad()
 def count_classes(m, device):
@@ -511,9 +314,11 @@ def load_models(run):
     """
     args = run.args
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    models = [*(load_checkpoint(path, run.device, args) for path in args.ckpt),
+    how = dict(weights=args.weights or "model", num_heads=args.num_heads, eps=args.norm_eps,
+               normalize=args.normalize or "imagenet", image_size=args.image_size)
+    models = [*(load_checkpoint(path, run.device, **how) for path in args.ckpt),
               *(load_built(text, run.device, size) for text in args.model)]
-    other = load_checkpoint(args.source, run.device, args, "--source") if args.source else None
+    other = load_checkpoint(args.source, run.device, "--source", **how) if args.source else None
     everything = [*models, other] if other else models
     for name in ("task", "size", "classes"):
         values = [getattr(m, name) for m in everything if getattr(m, name)]
@@ -1121,203 +926,6 @@ MEASURES = {
 }
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
-# A row is a dict of plain values: the model (model, kind, checkpoint, weights, model_config), the
-# measure (name, settings), the data (task, data, data_dir, images, seed), the numbers in per cent
-# (top1, mean_iou, ...), which images were right (right), and the circumstances (seconds, commit,
-# hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all rows.
-MODEL = ("weights", "model_config")      # kinds of attention can share their weights
-KEY = (*MODEL, "data", "name", "settings", "data_dir", "seed", "precision", "images", "crop_pct")
-
-
-def key(row, fields=KEY):
-    """Return what identifies a row or, with the fields MODEL, a model."""
-    return json.dumps([row.get(name) for name in fields], sort_keys=True)
-
-
-def pack(right):
-    """Write outcomes (n,) bool as text, one bit per image: np.packbits in base64."""
-    return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
-
-
-def unpack(text, n):
-    """Read the outcomes of n images that `pack` wrote: (n,) bool."""
-    packed = np.frombuffer(base64.b64decode(text), np.uint8)
-    return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
-
-
-def read_rows(path):
-    """Read the rows of a results.jsonl or of its folder: {key: row}; a cut last line is ignored."""
-    path = Path(path, "results.jsonl") if Path(path).is_dir() else Path(path)
-    rows = common.read_log(path)
-    for row in rows:
-        if not row.keys() >= {*KEY} - {"crop_pct"}:
-            raise InputError(f"{path}: {str(row)[:60]} is not a row of this eval_robust.py")
-    return {key(row): row for row in rows}
-
-
-def open_rows(path, rank):
-    """Make the folder of a results.jsonl and return the rows that it holds: {key: row}."""
-    rows = read_rows(path)
-    if dist.is_initialized():
-        dist.barrier()                                    # all have read before one writes
-    if rank == 0:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise InputError(f"--out_dir {path.parent}: {e.strerror}") from None
-        with common.replacing(path) as tmp:               # removes a line that a kill cut short
-            tmp.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
-    return rows
-
-
-# --- tables ---------------------------------------------------------------------------------------
-
-# Numbers of a row, in the order of the table; a list, one value per severity, becomes its mean.
-NUMBERS = ("top1", "top5", "segment", "sliding", "attacked", "attacked_unswapped",
-           "clean_unswapped", "unknown", "pixel_accuracy", "mean_accuracy", "mean_iou", "aupr",
-           "auroc", "fpr95", "lowest", "mce")
-SUMMARY = ("top1", "sliding", "attacked", "unknown", "mean_iou", "aupr", "lowest", "mce")
-CLEAN_ONLY = ("top5", "pixel_accuracy")         # no mean over severities of these
-TOLD = ("eps", "scale", "l1", "type", "split", "of", "conditions")   # settings that a line keeps
-
-
-def numbers_of(row):
-    """Return {name: number} of a row; for AutoAttack per stage, for CW per radius."""
-    found = {name: float(np.mean(row[name])) for name in NUMBERS
-             if name in row and not (name in CLEAN_ONLY and isinstance(row[name], list))}
-    found |= {f"top1 after {stage}": share for stage, share in row.get("stages", {}).items()}
-    found |= {f"top1 within L2 {r}": share for r, share in row.get("top1_at_l2", {}).items()}
-    return found | ({"median_l2": row["median_l2"]} if "top1_at_l2" in row else {})
-
-
-def mean_rows(rows, partial_means=False):
-    """Yield rows with the mean over ImageNet-C's 15 types, for models that have all of them.
-
-    With mCE, where AlexNet is 100 %, on ImageNet at all five severities. partial_means: also yield
-    means over fewer types.
-    """
-    groups = {}
-    for row in rows:
-        if row["name"] == "corruptions" and (partial_means or row["settings"]["type"] in NAMES):
-            group = row | dict(settings=row["settings"] | dict(type="mean"))
-            groups.setdefault(key(group), {})[row["settings"]["type"]] = row
-    for own in groups.values():
-        complete = own.keys() >= {*NAMES}
-        own = {name: own[name] for name in NAMES} if complete else own
-        if complete or partial_means:
-            row = next(iter(own.values()))
-            kind = "mean" if complete else f"mean of {', '.join(own)}"
-            mean = {field: np.mean([one[field] for one in own.values()], 0).tolist()
-                    for field in NUMBERS if field in row}
-            if complete and row["imagenet1k"] and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
-                mean["mce"] = metrics.mean_corruption_error(
-                    {name: 1 - np.mean(one["top1"]) / 100 for name, one in own.items()})
-            yield row | mean | dict(settings=row["settings"] | dict(type=kind))
-
-
-def worst_cases(rows):
-    """Yield rows with the worst case over attacks: an image counts that is right under each.
-
-    One row per model and L-infinity budget that two attacks or more tried. All attacks begin with
-    the same images, so the images that all of them tried are a prefix.
-    """
-    groups = {}
-    for row in rows:
-        if "max_linf" in row and "eps" in row["settings"] and isinstance(row["right"], str):
-            shared = {k: v for k, v in row["settings"].items() if k in ("eps", "conditions")}
-            worst = row | dict(name="worst", settings=shared, images=None)
-            groups.setdefault(key(worst), []).append((row, worst))
-    for own in groups.values():
-        tried, (worst, *_) = zip(*own)
-        if len(tried) > 1:
-            n = min(row["images"] for row in tried)
-            right = torch.stack([unpack(row["right"], row["images"])[:n] for row in tried]).all(0)
-            names = ",".join(dict.fromkeys(row["name"] for row in tried))
-            yield {name: worst.get(name) for name in (*KEY, "model", "checkpoint")} | dict(
-                settings=worst["settings"] | dict(of=names), images=n,
-                top1=100 * right.double().mean().item())
-
-
-def rows_table(rows, summary=()):
-    """Write rows as Markdown, one line per number, one column per model.
-
-    Below the table stand the settings that all rows of a measure share. summary: the names of the
-    only numbers to write, with corruptions as their mean, without intervals.
-    """
-    columns = {key(row, MODEL): row for row in rows}
-    names = [row["model"] for row in columns.values()]
-    header = [row["model"] + f", {row['checkpoint']}" * (names.count(row["model"]) > 1)
-              for row in columns.values()]
-    if summary:                                           # one line for all corruptions
-        first = [row for row in rows if row["name"] == "clean"]
-        others = [row for row in rows if row["name"] not in ("clean", "corruptions")]
-        rows = [*first, *mean_rows(rows, True), *others, *worst_cases(rows)]
-    else:
-        rows = [*rows, *mean_rows(rows), *worst_cases(rows)]
-
-    words, shared, lines = [], {}, {}
-    for row in rows:
-        own = {k: in_words(v) for k, v in row["settings"].items()}
-        own |= {k: str(row[k]) for k in ("data_dir", "seed", "precision", "crop_pct")
-                if row.get(k) is not None}
-        words.append([f"{k}={v}" for k, v in own.items()])
-        shared[row["name"]] = [w for w in shared.get(row["name"], words[-1]) if w in words[-1]]
-    for row, own in zip(rows, words):
-        told = [w for w in own
-                if w not in shared[row["name"]] or w.partition("=")[0] in TOLD]
-        for number_name, value in numbers_of(row).items():
-            if summary and number_name not in summary:
-                continue
-            cell = f"{value:.2f}"
-            if number_name.startswith("top") and not summary \
-                    and row["settings"].get("type") != "mean":    # a share of the images
-                low, high = metrics.wilson(value / 100, row["images"])
-                cell += f" ({100 * low:.1f}-{100 * high:.1f})"
-            line = " ".join([row["name"], *told]) + f", {number_name}", row["images"]
-            lines.setdefault(line, {})[key(row, MODEL)] = cell
-    body = [[*line, *(cells.get(model, "") for model in columns)] for line, cells in lines.items()]
-    counted = "tokens" if "sliding" in rows[0] else "images"
-    text = common.table(body, ["measure", counted, *header])
-    if summary:
-        return text
-    below = [f"- {name}: {' '.join(words)}" for name, words in shared.items() if words]
-    return "\n".join([text, "", *below, NOTE])
-
-
-NOTE = """\
-- Accuracies in per cent, over several severities their mean. (low-high): Wilson's 95 % interval
-  over images, which are a random choice and the same for all models.
-- One network per variant is not enough to rank variants: networks that differ only in their seed
-  differ by points. Train several seeds; studies/arms.py compares them."""
-
-
-def class_tables(rows, folder):
-    """Write per_class.csv and confusion.csv of rows into the folder; return them as Markdown."""
-    found, accuracies, confusions = [], [], []
-    for row in (row for row in rows if "confusion" in row):
-        names, cells = row["class_names"], {(i, j): n for i, j, n in row["confusion"]}
-        totals = [sum(cells.get((i, j), 0) for j in range(len(names))) for i in range(len(names))]
-        own = [[row["model"], name, n, f"{100 * cells.get((i, i), 0) / n:.2f}" if n else ""]
-               for i, (name, n) in enumerate(zip(names, totals))]
-        accuracies += own
-        confusions += [[row["model"], names[i], names[j], n] for (i, j), n in cells.items()]
-        found.append(f"{row['model']}, {row['images']} images\n\n" + common.table(
-            [line[1:] for line in own], ["class", "images", "accuracy in %"]))
-        if len(names) <= 20:
-            body = [[name, *(cells.get((i, j), "") for j in range(len(names)))]
-                    for i, name in enumerate(names)]
-            found.append(common.table(body, ["class, predicted as", *names]))
-    head = ["model", "class"]
-    for file, lines, more in (("per_class.csv", accuracies, ["images", "accuracy"]),
-                              ("confusion.csv", confusions, ["predicted", "images"])):
-        with open(Path(folder, file), "w", newline="", encoding="utf-8",
-                  errors="backslashreplace") as f:
-            csv.writer(f).writerows([head + more, *lines])
-    return "\n\n".join(found)
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 def start(args):
@@ -1379,19 +987,6 @@ def out_dir(args):
     if not path.is_dir() and not (folder / "log.jsonl").exists():   # a shipped or foreign file
         folder = Path("out", path.stem)
     return Path(args.out_dir or folder / "robust")
-
-
-def print_tables(paths):
-    """Print the tables of several results.jsonl files, one per task and data set."""
-    rows, tables = {}, {}
-    for path in paths:
-        rows |= read_rows(path)
-    if not rows:
-        raise InputError(f"--table: no rows in {', '.join(paths)}")
-    for row in rows.values():
-        tables.setdefault((row["task"], row["data"]), []).append(row)
-    for (task, data), own in tables.items():
-        print(f"\n{task}, {data}\n\n{rows_table(own)}")
 
 
 def main():

@@ -41,7 +41,7 @@ class FANConfig(ViTConfig):
     cls_depth: int = 2                # number of blocks with ClassAttention
     class_attn: str = ""              # "softmax" or "symmetric" in these blocks; "": as in layers
                                       # without RPC-Attention
-    family = "fan "                   # begins the attention's name in tables; not a field
+    family = "fan "                   # prefix of the attention's name in tables; not a field
 
     def __post_init__(self):
         super().__post_init__()
@@ -162,7 +162,7 @@ class ChannelGate(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token to all tokens, (B, N + 1, C) -> (B, 1, C). Token 0 is the class.
+    """Attention of the class token, token 0, to all tokens: (B, N + 1, C) -> (B, 1, C).
 
     attn: "softmax", or "symmetric", where the key of the class token is its query.
     """

@@ -381,7 +381,7 @@ def main():
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)
     projections, h = theorem_1(q, k, 16)
     print("Theorem 1 on 65 random keys, 16 axes: largest difference, divided by the largest |h|.\n"
-          "All differences are rounding errors of float64: below 1e-11, for long keys, too.\n")
+          "All differences are rounding errors of float64, below 1e-11, also for long keys.\n")
     print("  attention and projections, as printed  ", difference(h, projections))
     print("  attention and explicit features        ", difference(h, project_features(q, k, 16)))
     for size in (1, 5, 25):
@@ -389,7 +389,7 @@ def main():
         h = attend(size * q, size * k, theoretical_values(axes, 16))
         projections = kernel_projections(size * q, size * k, axes, 16)
         print(f"  in logarithms, q and k times {size:<11}", difference(h, projections))
-    print("\nTo compare trained values with these:  "
+    print("\nTo compare trained values with Theorem 1:  "
           "python -m studies.kernel_pca --ckpt out/FOLDER")
 
 

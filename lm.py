@@ -268,7 +268,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
-MIN_ROWS = 64                             # per chunk, because a chunk costs a sum of gradients of W
+MIN_ROWS = 64                             # rows per chunk; every chunk adds a gradient of W
 
 
 def chunked_nll(h, W, b, t):

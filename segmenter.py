@@ -167,7 +167,7 @@ def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
     The result is the largest image with long side <= 4 * size * scale and short side <= size *
-    scale. If its short side is smaller than the window, it is enlarged until the two are equal.
+    scale. If its short side is smaller than the window, the image is enlarged until they are equal.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
@@ -250,7 +250,7 @@ def predict(model, image, *, window, stride, batch_size=8, **how):
                          batch_size=batch_size)
 
 
-MAX_LOGITS = 2 ** 24                         # that predict_classes resizes at a time: 64 MB
+MAX_LOGITS = 2 ** 24                         # logits that predict_classes resizes at a time: 64 MB
 
 
 @torch.no_grad()
@@ -357,7 +357,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     mine = index[rank::world]
     triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
                           scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
-    quiet = rank > 0 or progress is None or None            # None: no bar in a redirected output
+    quiet = rank > 0 or progress is None or None            # None: no bar if output is redirected
     for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
         matrix += confusion(prediction, label, K)
     model.train(training)

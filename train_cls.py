@@ -3,19 +3,23 @@
     python train_cls.py                                   # RPC-ViT on rendered scenes
     python train_cls.py --attn symmetric                  # its baseline
     python train_cls.py --data_dir photos                 # your own images, photos/<class>/*.jpg
-    python train_cls.py --data cifar10 --data_dir data/cifar10               # --download fetches it
+    python train_cls.py --data cifar10 --data_dir data/cifar10      # add --download to get CIFAR-10
     torchrun --standalone --nproc_per_node=4 train_cls.py --data imagenet --data_dir data/imagenet
     python train_cls.py --resume out/shapes_rpc           # continue exactly where the run stopped
-    python eval_robust.py --ckpt out/shapes_rpc           # evaluate on corrupted, attacked images
+    python eval_robust.py --ckpt out/shapes_rpc           # test on corrupted and attacked images
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
-the released code (`rachtsy/KPCA_code:Robust/main_train.py`): the learning rate follows its schedule
-(the release comments that line out), bf16 replaces fp16, and an image is mixed with its neighbour,
-with one lambda per step (the release mixes with the reversed batch).
+the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
+- The learning rate follows its schedule. In the released code, the line that sets it is commented
+  out.
+- Mixed precision uses bf16 instead of fp16.
+- Mixup and CutMix mix each image with its neighbour in the batch, and all processes use the same
+  lambda. The released code mixes the batch with the reversed batch.
 
-Resumed runs are bit-identical on a CPU, because all random numbers are functions of (seed, step or
-sample). On a GPU fused attention adds gradients in no fixed order. Other process counts agree up to
-rounding and drop-path masks, which are drawn per process.
+Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
+sample). On a GPU they agree up to rounding, because fused attention adds gradients in no fixed
+order. Runs with another number of processes agree up to rounding and drop-path masks, which each
+process draws for itself.
 """
 
 import argparse
@@ -27,7 +31,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import common  # before torch
+import common  # before torch, because it sets how torch's threads wait
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -47,81 +51,103 @@ from vit import SIZES, ViT, ViTConfig
 def get_args():
     """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume, {} without --resume.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction
+    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="choose the data set and its recipe (default: with "
-         "--data_dir your own images, folder; else rendered scenes, shapes)")
-    flag("--data_dir", help="read images from this folder: <class>/*.jpg, or train/ and val/ with "
-         "such folders in them; docs/data.md shows all layouts")
+    flag("--data", choices=DATASETS, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes, rendered scenes)")
+    flag("--data_dir", help="read images from this folder, which contains <class>/*.jpg, or "
+         "train/<class>/*.jpg and val/<class>/*.jpg; docs/data.md shows all layouts")
     flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
-    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images, if "
+         "--data is shapes")
     flag("--holdout", type=NATURAL, default=0, help="hold out this many training images and "
-         "evaluate on them: choose settings there, not on the test images")
+         "evaluate on them instead of the test images, for example to choose settings")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decode ImageNet with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose a ViT or a FAN")
-    flag("--image_size", type=COUNT, help="resize images to this side, a multiple of --patch_size")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, or "
+         "a FAN")
+    flag("--image_size", type=COUNT, help="set the side of the images in pixels, a "
+         "multiple of --patch_size")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     flag("--attn", choices=dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]), default="rpc",
-         help="choose the attention; rpc is RPC-Attention in --rpc_layers, else symmetric")
-    flag("--rpc_layers", default="0", help="choose layers from 0 on, as 0, all, 0,1,2 or 0-3; the "
-         "paper's layer1 is 0")
-    flag("--n_iter", type=COUNT, default=4, help="run this many PAP steps; the paper: 4 to 6 in "
-         "layer 0, 2 in all layers")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
+    flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
+         "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
+    flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
+         "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
-         "the paper: 4 in layer 0, 3 in all layers; inf never shrinks")
-    flag("--form", choices=FORMS, default="released", help="choose a variant of Algorithm 1")
-    flag("--drop_path", type=SHARE, default=0.0, help="drop branches of the last block at this "
-         "rate, of earlier blocks at a smaller rate (FAN: of all blocks at this rate)")
-    flag("--init", choices=["default", "trunc_normal"], help="draw Linear layers as PyTorch does, "
-         "like the released RPC code, or as DeiT does, trunc_normal (default: PyTorch's; for a FAN "
-         "trunc_normal, like FAN's code)")
-    flag("--init_from", help="initialise from this file or https address; --model and --patch_size "
-         "then default to the file's")
+         "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
+    flag("--form", choices=FORMS, default="released", help="choose a variant of PAP: the released "
+         "code, the paper as printed, or the paper with the signs of ADMM")
+    flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
+         "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
+    flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
+         "PyTorch and the released RPC code, or like DeiT, by a truncated normal distribution "
+         "(default: default for a ViT, trunc_normal for a FAN)")
+    flag("--init_from", help="initialise from this checkpoint, a file or https address, which also "
+         "sets the defaults of --model and --patch_size")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT, help="train for this many epochs, the whole schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
-    flag("--lr", type=REAL, help="set AdamW's peak learning rate; DeiT: 5e-4 * batch_size / 512")
-    flag("--min_lr", type=REAL, default=1e-5, help="end the cosine at this learning rate")
-    flag("--warmup_epochs", type=REAL, default=1, help="begin with a linear warm-up from 1e-6")
-    flag("--weight_decay", type=REAL, default=0.05, help="decay matrices, never vectors")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
-    flag("--ema", type=SHARE, default=0.0, help="average the weights with this decay; 0: never")
+    flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
+    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
+         "processes share")
+    flag("--lr", type=REAL, help="set AdamW's highest learning rate; DeiT uses 5e-4 * batch_size / "
+         "512")
+    flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
+    flag("--warmup_epochs", type=REAL, default=1, help="begin with this many epochs of linear "
+         "warm-up")
+    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
+         "parameters do not decay")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
+    flag("--ema", type=SHARE, default=0.0, help="also keep a moving average of the weights with "
+         "this decay; 0 turns it off")
     flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0, help="train on adversarial "
-         "images, whose pixels move by up to this, for example 2/255; 0 trains on clean images")
+         "images, whose pixels change by up to this, for example 2/255; 0 trains on clean images")
     flag("--adv_steps", type=COUNT, default=3, help="run this many PGD steps per adversarial image")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=NATURAL, default=0, help="shift images by up to this many pixels")
-    flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations")
+    flag("--pad", type=NATURAL, default=0, help="shift images at random by up to this many "
+         "pixels")
+    flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations per "
+         "image")
     flag("--erase", type=SHARE, default=0.0, help="erase a rectangle with this probability")
-    flag("--mixup", type=REAL, default=0.0, help="mix pairs of images, with this alpha; 0: never")
-    flag("--cutmix", type=REAL, default=0.0, help="mix pairs by a rectangle; 0: never")
-    flag("--smoothing", type=SHARE, default=0.1, help="smooth labels by this share")
-    flag("--repeats", type=COUNT, default=1, help="use an image this many times in an epoch, and "
-         "so many times fewer images")
+    flag("--mixup", type=REAL, default=0.0, help="blend pairs of images with this alpha; 0 turns "
+         "Mixup off")
+    flag("--cutmix", type=REAL, default=0.0, help="paste a rectangle from another image with this "
+         "alpha; 0 turns CutMix off")
+    flag("--smoothing", type=SHARE, default=0.1, help="spread this share of each label evenly over "
+         "all classes")
+    flag("--repeats", type=COUNT, default=1, help="repeat each image this many times in an epoch, "
+         "which then uses fewer images; the number of steps stays the same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw weights, order and noise from this seed")
+    flag("--seed", type=SEED, default=0, help="draw the initial weights, the order of the images "
+         "and the augmentation from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
-    flag("--eval_every", type=COUNT, default=1, help="evaluate after so many epochs")
-    flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images "
-         "(default: a tenth) and keep best.pt, which has the lowest loss on them (folder: on)")
-    flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, default=1, help="evaluate every EVAL_EVERY epochs")
+    flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images, "
+         "or a tenth, and keep the checkpoint with the lowest loss on them as best.pt (default: on "
+         "for folder, else off)")
+    flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    # Priority: command line, resumed run, weights of --init_from, recipe, default of the flag.
+    # Priority: command line, resumed run, file of --init_from, recipe, default of the flag. `given`
+    # has the flags on the command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "classification")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
     from_file = {}                                      # model, patch_size, image_size
@@ -129,16 +155,17 @@ def get_args():
         from checkpoints import flags_for
         from_file = flags_for(common.load(given.init_from), SIZES)
         if data != "folder":
-            from_file.pop("image_size", None)           # the data set has its own
+            from_file.pop("image_size", None)           # the recipe of the data set sets it
     args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
     used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
     if used:
-        common.print0(f"as in {args.init_from}: {used}")
+        common.print0(f"flags from {args.init_from}: {used}")
 
     if data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
+                         f"--data_dir out, or choose another --data")
     if data == "folder" and not args.data_dir:
-        raise InputError("--data folder needs --data_dir")
+        raise InputError("--data folder needs --data_dir, the folder of your images")
     args.out_dir = common.run_folder(args, f"out/{data}_{args.attn}")
     return args, checkpoint
 
@@ -146,18 +173,18 @@ def get_args():
 def pixels(text):
     """Read "2/255" or "0.01" as a float; a type for argparse."""
     over, _, under = text.partition("/")
-    return float(over) / (float(under or 1) or math.nan)            # 2/0 is nan, in no range
+    return float(over) / (float(under or 1) or math.nan)        # 2/0 becomes nan, which is rejected
 
 
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
-    """Yield (position, index), int64 of shape (b,) each, for each step from `start` to `stop`.
+    """Yield (position, index) for each step from `start` to `stop` - 1, int64 of shape (b,) each.
 
-    This process's share of the batch, b = batch_size / world samples. index: the image's number,
-    below n. position: the sample's number in the whole run, which decides its random numbers. The
-    share is contiguous, so that neighbours, which are mixed, stay together. Copies of an image
-    (--repeats) are moved apart first.
+    position: a sample's number in the whole run, which determines its random numbers. index: the
+    number of its image, 0 to n - 1. Process `rank` gets a contiguous part of the batch, b =
+    batch_size / world samples, because mixing needs neighbours. Copies of an image (--repeats) are
+    moved apart first, so that no image is mixed with its copy.
     """
     b, epoch_steps = args.batch_size // world, n // args.batch_size
     for step in range(start, stop):
@@ -171,15 +198,16 @@ def batch_keys(args, n, start, stop, rank, world):
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """Yield images (b, 3, S, S) uint8, labels (b,) and positions (b,) for each of `keys`.
+    """Yield images (b, 3, S, S) uint8, labels (b,) and positions (b,) for each pair in `keys`.
 
-    Images and labels are on the device. source: a Split, which holds all images on the device, or a
-    Dataset, whose files worker processes decode. transform(images, positions) runs on the device,
-    or in the workers if that is the CPU.
+    keys: pairs (position, index) as in `batch_keys`. Images and labels are on the device. source: a
+    Split, which holds all images on the device, or a Dataset, whose files are decoded by worker
+    processes. transform(images, positions) runs on a GPU, or in the workers if the device is the
+    CPU.
     """
     if isinstance(source, Split):
         for position, index in keys:
-            index = send(index, device)                             # without waiting
+            index = send(index, device)                             # the CPU does not wait
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
         return
@@ -209,18 +237,19 @@ def train_batches(source, args, start, stop, device, rank, world):
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
-    """Return a dict: top-1 and top-5 accuracy in per cent, mean loss, number of images.
+    """Return dict(top1, top5, loss, images): accuracies in per cent, mean loss, number of images.
 
-    Processes share the images, and every image counts once. No top-5 for fewer than 6 classes.
+    The processes share the images, and every image counts once. Top-5 accuracy is left out for
+    fewer than 6 classes.
     """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)
     keys = [(part, part) for part in mine.split(256) if len(part)]
     total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
-    quiet = rank > 0 or None                                # None: a bar in a terminal only
+    quiet = rank > 0 or None                                # None shows the bar in a terminal only
     for images, labels, _ in tqdm(load_batches(source, keys, args, device), "evaluating", len(keys),
                                   disable=quiet, leave=False):
-        logits = model(images.float() / 255).float()
+        logits = model(images.float() / 255).float()        # the model takes pixels in [0, 1]
         right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         total += torch.stack([right[:, 0].sum(), right.sum(), loss])
@@ -237,7 +266,10 @@ def evaluate(model, source, args, device, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, warmup, total, args):
-    """Rise linearly from 1e-6, then follow half a cosine that starts at step 0 down to min_lr."""
+    """Return the learning rate of a step: linear warm-up from 1e-6, then a cosine to min_lr.
+
+    The cosine begins at step 0, so the warm-up replaces its first part.
+    """
     if step < warmup:
         return 1e-6 + (args.lr - 1e-6) * step / warmup
     return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * (step / total))) / 2
@@ -246,8 +278,8 @@ def learning_rate(step, warmup, total, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and numbers them by
-    # environment variables. Each takes its share of every batch; rank 0 alone prints and writes.
+    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
+    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
@@ -259,12 +291,12 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
+    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `photo_flags` fills the flags that are still None.
+    # Data. For your own images, `photo_flags` chooses the flags that are still None.
     if args.download and world > 1:
-        raise InputError("--download is for one process: download the data first, without torchrun")
+        raise InputError("--download is for one process; download the data first, without torchrun")
     vars(args).update(photo_flags(args) if args.data == "folder" else {})
     train, val = load_data(args, device)
     if args.batch_size % world:
@@ -272,11 +304,12 @@ def main():
                          f"number of processes")
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
-                         f"training images, expected at least one batch")
+                         f"training images; choose a smaller batch")
     if args.batch_size // world % 2 and (args.mixup or args.cutmix):
         raise InputError(f"--batch_size {args.batch_size} gives {args.batch_size // world} images "
-                         f"per process; mixup and cutmix mix pairs: expected an even number")
-    epoch_steps = len(train.labels) // args.batch_size              # whole batches only
+                         f"per process, expected an even number, because --mixup and --cutmix mix "
+                         f"pairs")
+    epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
     # Model. The flags describe it; with --resume they must describe the checkpoint's model.
@@ -285,14 +318,14 @@ def main():
     else:
         from fan import FAN as Model, FAN_SIZES, FANConfig as Config
         size = FAN_SIZES[args.model]
-    init = args.init or ("default" if Model is ViT else "trunc_normal")     # as their codes do
+    init = args.init or ("default" if Model is ViT else "trunc_normal")     # as in NVlabs/FAN
     config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
                     num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
                     rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                     pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form), init=init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
-    if world > 1 and device.type == "cuda":                         # a FAN's BatchNorm
+    if world > 1 and device.type == "cuda":                         # for BatchNorm, which a FAN has
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         from checkpoints import load_weights
@@ -301,8 +334,8 @@ def main():
         common.print0(f"weights from {args.init_from}", *notes)
     # Freeze parameters here: model.patch_embed.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser. Matrices decay, also the ones of FAN's MLP and of Scaled Attention. `ema` averages
-    # the weights.
+    # Optimiser. Weight decay applies to matrices: to weights of layers, to mlp.temperature of a FAN
+    # and to learned.s of Scaled Attention. `ema` is the moving average of the weights.
     matrices = ("weight", "mlp.temperature", "learned.s")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -312,8 +345,9 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = copy.deepcopy(model) if args.ema else None
 
-    # Resume: load weights, optimiser and average. Random numbers have no state. Data and model must
-    # be the same as before.
+    # Resume. Data and model must be the same as before. The checkpoint has the weights, their
+    # average and the optimiser's state. Random numbers have no state, because they depend on step
+    # and sample only.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -324,12 +358,12 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
-    # evaluated and saved.
+    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # the same weights, is evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log, one JSON object per line. The first row names flags, code, hardware and data.
+    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -340,13 +374,13 @@ def main():
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
                       + f" | resumed at step {first}" * bool(first))
 
-    # The loop. --max_steps stops early, on the schedule of --epochs.
+    # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     if args.adv_eps:
         from robust.adversarial import adversarial
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)        # None: a bar in a terminal only
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -354,43 +388,44 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch. Adversarial training moves its pixels to raise the current network's loss.
+        # A batch. Adversarial training changes its pixels so that the network's loss rises.
         images, targets, position = next(batches)
         if args.adv_eps:
             with autocast:
                 images = adversarial(compiled, images, targets, position[0].item(), args)
 
-        # Forward and backward. Drop path draws from a seed for this step and process, so that a
-        # resumed run draws the same masks.
+        # Forward and backward. Each step and process has its own seed for drop path, so a resumed
+        # run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
 
-        # Clip the gradient, take the step and update the average of the weights.
+        # Clip the gradient, update the weights, and update their average.
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
                                               if p.grad is not None])
         if args.clip:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if ema:                                                     # after step 0: a copy
+        if ema:                                         # the average begins as a copy after step 0
             with torch.no_grad():
                 torch._foreach_lerp_([*ema.parameters()], [*model.parameters()],
                                      1 - args.ema if step else 1.0)
                 torch._foreach_copy_([*ema.buffers()], [*model.buffers()])
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # Evaluate, checkpoint and log by the step number, so that all processes agree: evaluate
-        # every --eval_every epochs and at the end; save then and after every epoch; log then and
-        # every --log_every steps.
+        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
+        # every --eval_every epochs and at the end. Save after every evaluation and every epoch. Log
+        # after every --log_every steps, and whenever the run is saved.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means over all processes and all steps since the last row. A loss or gradient that
-        # is not finite ends the run here. Reading the numbers waits for the device.
+        # Log the means over all processes and all steps since the last row. `finite_means` ends the
+        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
+        # every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -404,8 +439,9 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. The paper reports the raw model, not the average. Also log, per layer, mean |k|
-        # and the share of nonzero entries of S: they show whether RPC acts.
+        # Evaluate. The paper reports the weights themselves, not their average. Also log two
+        # numbers per layer, mean |k| and the share of nonzero entries of S. They show whether RPC
+        # acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -420,8 +456,8 @@ def main():
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
                           f"{largest_share(val):.2f}")
 
-        # Save. A file is replaced whole or not at all; a run killed before this line repeats the
-        # evaluation when it is resumed.
+        # Save. A file is replaced completely or not at all. A run that is killed before this line
+        # repeats the evaluation when it is resumed.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
@@ -434,19 +470,19 @@ def main():
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # speed excludes evaluating and saving
+            clock, pending = time.time(), []    # the speed excludes evaluation and saving
 
     # Print the result, if the last step was evaluated.
     if metrics:
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
-                      f"{largest_share(val):.1f} % of them of the largest class) after "
+                      f"{largest_share(val):.1f} % of them in the largest class) after "
                       f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
-                          f"%); the next command reports the test images, which chose nothing")
+                          f"%); the next command evaluates it on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,17 +8,20 @@
         --data_dir data/wikitext-103                      # the paper's run
     python train_lm.py --resume out/pydoc_rpc             # continue exactly where the run stopped
     python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"
-    python eval_robust.py --ckpt out/pydoc_rpc            # sliding and attacked perplexity
+    python eval_robust.py --ckpt out/pydoc_rpc            # test on clean and attacked text
 
-Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: `IDSIA/lmtool-fwp`, small standard
-transformer. Differences from that code: batches are random windows (there: consecutive streams,
-always in the same order), the first update has the lowest learning rate (there: the full one),
-unknown words become <unk> (there: an error), and GPUs use bf16. Report the checkpoint with the best
-valid perplexity, best.pt.
+Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
+`IDSIA/lmtool-fwp`. Differences from that code:
+- A batch has windows from random places. There, batches are consecutive text in a fixed order.
+- The first update has the lowest learning rate. There, it has the highest one.
+- Unknown words become <unk>. There, they are an error.
+- GPUs use bf16 (float32 with --no-amp).
+Report best.pt, the checkpoint with the lowest valid perplexity.
 
-Resumed runs are bit-identical on a CPU, because all random numbers are functions of (seed, step,
-place in the batch). On a GPU fused attention adds gradients in no fixed order. Other process counts
-agree up to rounding and dropout masks, which are drawn per process.
+Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step,
+place in the batch). On a GPU they agree up to rounding, because fused attention adds gradients in
+no fixed order. Runs with another number of processes agree up to rounding and dropout masks, which
+each process draws for itself.
 """
 
 import argparse
@@ -30,7 +33,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import common  # before torch
+import common  # before torch, because it sets how torch's threads wait
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -47,77 +50,92 @@ from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 RECIPES = {
     # 2 minutes on 2 CPU cores
     "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100, eval_every=200),
-    # a small WikiText: 6 minutes on a CPU core; Symlm: test perplexity 217.0 ± 5.3
+    # a small WikiText; 6 minutes on a CPU core: test perplexity 217.0 ± 5.3 (symmetric, 3 seeds)
     "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100, eval_every=250),
-    # the paper's run, not repeated by us; Symlm in the paper: valid 38.37, test 36.36 (probably
-    # exchanged)
+    # the paper's run, which we did not repeat; the paper reports perplexity 38.37 (valid) and 36.36
+    # (test) for symmetric attention; the two numbers are probably exchanged
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
-# --data_dir alone: your own text
+# your own text
 RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 
 def get_args():
     """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume, {} without --resume.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction
+    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the text and its recipe (default: with --data_dir "
-         "your own text, folder; else this Python's documentation, pydoc)")
-    flag("--data_dir", help="read this text file, or wiki.train.tokens, wiki.valid.tokens and "
-         "wiki.test.tokens in this folder")
+    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own text, if --data_dir is given, else "
+         "pydoc, the documentation of this Python)")
+    flag("--data_dir", help="read this text file, or this folder, which contains "
+         "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all "
+         "layouts")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=LM_SIZES, help="choose width, depth, heads and context")
-    flag("--context", type=COUNT, help="read this many tokens per window (default: the model's)")
+    flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
+    flag("--context", type=COUNT, help="read this many tokens per window (default: 64 for mini, "
+         "256 for paper)")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"], default="rpc",
-         help="choose the attention; rpc is RPC-Attention in --rpc_layers, else symmetric")
-    flag("--rpc_layers", default="0", help="choose layers from 0 on, as 0, all, 0,1,2 or 0-3; the "
-         "paper's layer1 is 0")
-    flag("--n_iter", type=COUNT, default=4, help="run this many PAP steps; the paper: 4 to 6 in "
-         "layer 0, 2 in all layers")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
+    flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
+         "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
+    flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
+         "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
-         "the paper: 4 in layer 0, 3 in all layers; inf never shrinks")
-    flag("--form", choices=FORMS, default="released", help="choose a variant of Algorithm 1")
-    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="average |k| over "
-         "tokens <= t, token t alone, or the whole window as printed, which leaks the future")
-    flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters start at these "
-         "ids, for example 20000,40000,200000; none: the full softmax")
+         "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
+    flag("--form", choices=FORMS, default="released", help="choose a variant of PAP: the released "
+         "code, the paper as printed, or the paper with the signs of ADMM")
+    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
+         "token t from tokens 0 to t, from token t alone, or from the whole window like the paper; "
+         "all reads the future")
+    flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters of words start "
+         "at these ids, for example 20000,40000,200000; none uses the full softmax")
     flag("--dropout", type=SHARE, default=0.1, help="drop activations at this rate")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=COUNT, help="train for this many steps, the whole schedule")
-    flag("--batch_size", type=COUNT, help="use this many windows per step, over all processes")
-    flag("--lr", type=REAL, help="set Adam's peak learning rate; nothing decays")
+    flag("--steps", type=COUNT, help="train for this many steps, the length of the schedule")
+    flag("--batch_size", type=COUNT, help="use this many windows per step, which all "
+         "processes share")
+    flag("--lr", type=REAL, help="set Adam's highest learning rate; there is no weight decay")
     flag("--warmup", type=NATURAL, help="begin with this many steps of linear warm-up")
-    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm; 0 never clips")
+    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
 
     flag = p.add_argument_group("sampling").add_argument
-    flag("--sample", metavar="CKPT", help="do not train: continue --prompt with this checkpoint, "
-         "or with a run's best.pt, and print the text")
-    flag("--words", type=NATURAL, default=40, help="sample this many words, also in evaluations")
-    flag("--prompt", default="", help="continue these words, separated by spaces, as in the text")
+    flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
+         "and continue --prompt instead of training")
+    flag("--words", type=NATURAL, default=40, help="sample this many words, also in every "
+         "evaluation")
+    flag("--prompt", default="", help="begin the sample with these words, separated by spaces as "
+         "in the training text")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw weights, windows and noise from this seed")
+    flag("--seed", type=SEED, default=0, help="draw the initial weights, the windows and the "
+         "samples from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
-    flag("--eval_every", type=COUNT, help="evaluate and save after so many steps")
-    flag("--keep_best", action=boolean, default=True, help="also keep best.pt, the checkpoint with "
-         "the lowest valid perplexity")
-    flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
-    flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, help="evaluate and save every EVAL_EVERY steps")
+    flag("--keep_best", action=boolean, default=True, help="keep the checkpoint with the lowest "
+         "valid perplexity as best.pt (default: on)")
+    flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
+    flag("--out_dir", help="write into this folder (default: out/<data>_<attn>, or "
+         "out/text_<attn> for folder)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    # Priority: command line, resumed run, recipe, default of the flag.
+    # Priority: command line, resumed run, recipe, default of the flag. `given` has the flags on the
+    # command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "language modelling")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "pydoc")
     args = common.parse_flags(p, {"data": data, **RECIPES[data]}, stored)
@@ -132,7 +150,10 @@ def get_args():
 # --- batches --------------------------------------------------------------------------------------
 
 def load_text(args):
-    """Load the `Corpus` that the flags name. InputError if a text is no longer than a window."""
+    """Load the `Corpus` that the flags select.
+
+    InputError if a text has only --context tokens or fewer, because a window needs one more.
+    """
     folder = text_folder(args.data, args.data_dir)
     corpus = load_corpus(folder)
     for split in SPLITS:
@@ -146,7 +167,10 @@ def load_text(args):
 
 
 def train_batches(tokens, args, start, stop, device, rank, world):
-    """Yield this process's windows, (b, context + 1) int64, for each step, on the device."""
+    """Yield windows of the text, (b, context + 1) int64 on the device, for each step.
+
+    Process `rank` gets a contiguous part of the batch, b = batch_size / world windows.
+    """
     b = args.batch_size // world
     for step in range(start, stop):
         windows = random_windows(tokens, step, args.batch_size, args.context, args.seed,
@@ -159,30 +183,37 @@ def train_batches(tokens, args, start, stop, device, rank, world):
 # --- evaluation and samples -----------------------------------------------------------------------
 
 def evaluate(model, corpus, args, rank, world):
-    """Return the perplexity of the valid text, cut into segments: exp(mean loss per token)."""
+    """Return dict(perplexity) of the valid text: exp(mean loss per token).
+
+    The text is cut into segments of --context tokens, and each token is predicted from its segment
+    alone. The processes share the segments.
+    """
     nats = sliding_nll(model, corpus.valid, args.context, args.context, rank=rank, world=world,
                        progress="evaluating")
     return dict(perplexity=perplexity(nats))
 
 
 def prompt_ids(prompt, vocab):
-    """Return the ids of <eos> and of the prompt's words, (1, n) int64. InputError at a new word."""
+    """Return the ids of <eos> and of the prompt's words, (1, n) int64.
+
+    InputError if a word is not in the vocabulary.
+    """
     words = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
     unknown = [word for word in words if word not in vocab]
     if unknown:
-        raise InputError(f"--prompt: {', '.join(unknown)} not in the vocabulary of {len(vocab)} "
-                         f"words; use its words, separated by spaces, or <unk>")
+        raise InputError(f"--prompt contains words that are not in the vocabulary of {len(vocab)} "
+                         f"words: {', '.join(unknown)}; use words of the training text, or <unk>")
     return torch.tensor([[vocab[word] for word in words]])
 
 
 def sample(model, vocab, args, device):
-    """Return --prompt and --words more words as prose; a seed gives the same text each time."""
+    """Return --prompt and the next --words words as prose. The same seed gives the same text."""
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = prompt_ids(args.prompt, vocab).to(device)
     ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
     model.train()
 
-    # tokens to prose: "in @-@ word" is in-word, "1 @,@ 000" is 1,000
+    # Turn tokens into prose: "in @-@ word" becomes in-word, and "1 @,@ 000" becomes 1,000.
     text = " ".join(vocab.words[i] for i in ids.tolist()).replace(EOS, "\n")
     text = re.sub(r" @(\S)@ ", r"\1", text)
     text = re.sub(r" ([.,;:!?)\]])", r"\1", text)
@@ -190,7 +221,7 @@ def sample(model, vocab, args, device):
 
 
 def print_sample(args, device):
-    """Print a text that the checkpoint of --sample writes."""
+    """Print a text that the model of --sample writes."""
     checkpoint = common.load(args.sample)
     with common.error_prefix(f"--sample {args.sample}"):
         model = lm_from_checkpoint(checkpoint).to(device)
@@ -200,7 +231,10 @@ def print_sample(args, device):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, args):
-    """Rise linearly, then follow half a cosine that starts at step 0 down to 0."""
+    """Return the learning rate of a step: linear warm-up, then a cosine to 0.
+
+    The cosine begins at step 0, so the warm-up replaces its first part.
+    """
     if step < args.warmup:
         lowest = args.lr / (args.warmup + 1)
         return lowest + (args.lr - lowest) * step / args.warmup
@@ -210,8 +244,8 @@ def learning_rate(step, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and numbers them by
-    # environment variables. Each takes its share of every batch; rank 0 alone prints and writes.
+    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
+    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
@@ -225,10 +259,10 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
+    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. Look up --prompt now: an unknown word is an error before the training, not after it.
+    # Data. Look up --prompt now, so that an unknown word is an error before the training begins.
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)
@@ -250,16 +284,16 @@ def main():
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
     if not config.reads_the_future and reads_the_future(model):
-        raise InputError(f"--attn {args.attn}: its output for a word depends on later words; mask "
-                         f"them in attention.py if causal is true")
+        raise InputError(f"--attn {args.attn}: the output for a word depends on later words; mask "
+                         f"later words in attention.py if causal is true")
     # Freeze parameters here: model.embed.requires_grad_(False). --resume runs this line, too.
 
     # Optimiser.
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume: load weights and optimiser. Random numbers have no state. Data and model must be the
-    # same as before.
+    # Resume. Data and model must be the same as before. The checkpoint has the weights and the
+    # optimiser's state. Random numbers have no state, because they depend on the step only.
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -268,14 +302,14 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
-    # evaluated and saved.
-    if args.compile and model.adaptive:                             # its shapes depend on data
+    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # the same weights, is evaluated and saved.
+    if args.compile and model.adaptive:             # the adaptive softmax has data-dependent shapes
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log, one JSON object per line. The first row names flags, code, hardware and data.
+    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -286,11 +320,11 @@ def main():
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
                       + f" | resumed at step {first}" * bool(first))
 
-    # The loop. --max_steps stops early, on the schedule of --steps.
+    # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)        # None: a bar in a terminal only
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -301,14 +335,14 @@ def main():
         # A batch.
         windows = next(batches)
 
-        # Forward and backward. Dropout draws from a seed for this step and process, so that a
-        # resumed run draws the same masks.
+        # Forward and backward. Each step and process has its own seed for dropout, so a resumed run
+        # draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()
 
-        # Clip the gradient and take the step.
+        # Clip the gradient, and update the weights.
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
                                               if p.grad is not None])
         if args.clip:
@@ -317,15 +351,17 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # Evaluate, checkpoint and log by the step number, so that all processes agree: evaluate and
-        # save every --eval_every steps and at the end; log then and every --log_every steps.
+        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
+        # and save every --eval_every steps and at the end. Log after every --log_every steps, and
+        # whenever the run is saved.
         done = step + 1
         evaluating = done == stop or done % args.eval_every == 0
         saving = evaluating
         logging = saving or done % args.log_every == 0
 
-        # Log the means over all processes and all steps since the last row. A loss or gradient that
-        # is not finite ends the run here. Reading the numbers waits for the device.
+        # Log the means over all processes and all steps since the last row. `finite_means` ends the
+        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
+        # every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -338,8 +374,8 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
 
-        # Evaluate, and write a sample. Also log, per layer, mean |k| and the share of nonzero
-        # entries of S: they show whether RPC acts.
+        # Evaluate, and write a sample. Also log two numbers per layer, mean |k| and the share of
+        # nonzero entries of S. They show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -356,8 +392,8 @@ def main():
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save. A file is replaced whole or not at all; a run killed before this line repeats the
-        # evaluation when it is resumed.
+        # Save. A file is replaced completely or not at all. A run that is killed before this line
+        # repeats the evaluation when it is resumed.
         if saving and rank == 0:
             better = args.keep_best and metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
@@ -369,7 +405,7 @@ def main():
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # speed excludes evaluating and saving
+            clock, pending = time.time(), []    # the speed excludes evaluation and saving
 
     # Print the result, if the last step was evaluated.
     if metrics:
@@ -377,8 +413,8 @@ def main():
                       f"(segment-wise) after {stop} steps, {(time.time() - began) / 60:.1f} "
                       f"minutes")
         if best:
-            common.print0(f"best.pt: the lowest perplexity, {best['perplexity']:.2f}, was after "
-                          f"{best['step']} steps")
+            common.print0(f"best.pt: the lowest valid perplexity, {best['perplexity']:.2f}, was "
+                          f"after {best['step']} steps")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,21 +3,24 @@
     python train_seg.py                                   # RPC on rendered scenes
     python train_seg.py --attn symmetric                  # its baseline
     python train_seg.py --model nano                      # from scratch, which takes far longer
-    python train_seg.py --data_dir FOLDER                 # your own: images/, annotations/
+    python train_seg.py --data_dir masks                  # your own masks/images, masks/annotations
     python train_seg.py --data camvid --data_dir data/camvid
     torchrun --standalone --nproc_per_node=4 train_seg.py --data ade20k \\
         --data_dir data/ADEChallengeData2016 --backbone out/imagenet_rpc      # the paper's run
     python train_seg.py --resume out/seg_shapes_rpc       # continue exactly where the run stopped
-    python eval_robust.py --ckpt out/seg_shapes_rpc       # evaluate clean, corrupted, multi-scale
+    python eval_robust.py --ckpt out/seg_shapes_rpc       # test on clean and corrupted images
 
 Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Recipe: `rstrudel/segmenter`,
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, a polynomial schedule, 64
-epochs of ADE20K. Differences: bf16 on GPUs (--no-amp: float32), a loss that is not finite stops the
-run, and the result is the last epoch (--keep_best also keeps the best one).
+epochs of ADE20K. Differences from that code:
+- GPUs use bf16 (float32 with --no-amp).
+- A loss that is not finite stops the run.
+- The result is the network after the last epoch. --keep_best also keeps the best network.
 
-Resumed runs are bit-identical on a CPU, because all random numbers are functions of (seed, step or
-sample). On a GPU fused attention adds gradients in no fixed order. Other process counts agree up to
-rounding and the masks of dropout and drop path, which are drawn per process.
+Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
+sample). On a GPU they agree up to rounding, because fused attention adds gradients in no fixed
+order. Runs with another number of processes agree up to rounding and the masks of dropout and drop
+path, which each process draws for itself.
 """
 
 import argparse
@@ -27,7 +30,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import common  # before torch
+import common  # before torch, because it sets how torch's threads wait
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,19 +48,20 @@ from vit import SIZES
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
-    # from weights/shapes_rpc.pt, 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (three seeds)
+    # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (3 seeds)
     "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0,
                    patch_size=4),
-    # 250 images, 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
+    # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
-    # the paper's run, not repeated by us; the paper's mean IoU: 34.69 % (rpc), 34.00 % (symmetric)
+    # the paper's run, which we did not repeat; the paper reports mean IoU 34.69 % (rpc) and 34.00 %
+    # (symmetric)
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
                    weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
-    # your own images; data/masks.py chooses the flags that are None by their number and size
+    # your own images; data/masks.py chooses the flags with None from the number and size of images
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    attn="symmetric", keep_best=None),
 }
-# The encoder without --backbone, unless flags or the recipe describe another one.
+# The encoder's flags without --backbone. The recipe and the command line override them.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
                form="released")
 
@@ -65,86 +69,103 @@ ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4
 def get_args():
     """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume, {} without --resume.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction
+    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set and its recipe (default: with "
-         "--data_dir your own images, folder; else rendered scenes, shapes)")
-    flag("--data_dir", help="read images/*.jpg and annotations/*.png of the same names from this "
-         "folder; a pixel's value is its class; docs/data.md shows all layouts")
+    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
+         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes, rendered scenes)")
+    flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
+         "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
+         "all layouts")
     flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="ignore pixels with these "
-         "values (default for your own images: 255)")
+         "values in the annotations (default for folder: 255)")
     flag("--num_classes", type=common.number(int, 2, 254), help="expect this many classes (default "
-         "for your own images: as many as the annotations contain)")
-    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
+         "for folder: as many as the annotations contain)")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images, if "
+         "--data is shapes")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="use the encoder and attention of this checkpoint or https address; "
-         "leave out the next seven flags (default: weights/shapes_ATTN.pt on shapes, else none)")
-    flag("--model", choices=SIZES, help="choose width, depth and heads (default: nano)")
+    flag("--backbone", help="start from the encoder of this checkpoint, a file or https address, "
+         "which determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
+         "shapes, else none)")
+    flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
     flag("--attn", choices=[name for name in kinds if name != "scaled_s"],
-         help="choose the attention; rpc is RPC-Attention in --rpc_layers, else symmetric")
-    flag("--rpc_layers", help="choose layers from 0 on, as 0, all, 0,1,2 or 0-3; the paper's "
-         "layer1 is 0")
-    flag("--n_iter", type=COUNT, help="run this many PAP steps; the paper: 4 to 6 in layer 0, 2 in "
-         "all layers")
-    flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper: 4 "
-         "in layer 0, 3 in all layers; inf never shrinks")
-    flag("--form", choices=FORMS, help="choose a variant of Algorithm 1")
+         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
+         "symmetric attention in the other layers")
+    flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
+         "all; layer 0 is the first, which the paper calls layer1")
+    flag("--n_iter", type=COUNT, help="run this many steps of PAP, the algorithm in RPC-Attention; "
+         "the paper uses 4 to 6 for layer 0, and 2 for all layers")
+    flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper uses "
+         "4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
+    flag("--form", choices=FORMS, help="choose a variant of PAP: the released code, the paper as "
+         "printed, or the paper with the signs of ADMM")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
-         "the mask transformer; rpc acts in its block 0 (default: as the encoder)")
-    flag("--drop_path", type=SHARE, default=0.0, help="drop branches of the encoder's last block "
-         "at this rate, of earlier blocks at a smaller rate")
-    flag("--dropout", type=SHARE, default=0.1, help="drop activations of the mask transformer")
+         "the decoder, Segmenter's mask transformer; rpc uses RPC-Attention in its first block "
+         "(default: the encoder's attention)")
+    flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
+         "encoder's last block, and at smaller rates in earlier blocks")
+    flag("--dropout", type=SHARE, default=0.1, help="drop activations of the decoder at this rate")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT, help="train for this many epochs, the whole schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
+    flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
+    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
+         "processes share")
     flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="choose the optimiser; sgd "
          "has Nesterov momentum 0.9, as in the paper")
     flag("--lr", type=REAL, default=2e-3, help="begin with this learning rate")
     flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
-    flag("--weight_decay", type=REAL, default=0.05, help="decay matrices, never vectors")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 never clips")
+    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
+         "parameters do not decay")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
+         "clipping off")
 
     flag = p.add_argument_group("views").add_argument
-    flag("--size", type=COUNT, help="resize the short side of images to this, and crop squares "
-         "with this side, a multiple of --patch_size")
-    flag("--window", type=COUNT, help="evaluate in windows with this side (default: --size)")
-    flag("--stride", type=COUNT, help="move windows by this many pixels (default: --window)")
+    flag("--size", type=COUNT, help="resize the short side of images to this many pixels, and "
+         "train on square crops with this side, a multiple of --patch_size")
+    flag("--window", type=COUNT, help="evaluate in square windows with this side (default: --size)")
+    flag("--stride", type=COUNT, help="move the window by this many pixels (default: --window)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw weights, order and noise from this seed")
+    flag("--seed", type=SEED, default=0, help="draw the initial weights, the order of the images "
+         "and the augmentation from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl after so many steps")
-    flag("--eval_every", type=COUNT, default=2, help="evaluate after so many epochs")
+    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
+         "LOG_EVERY steps")
+    flag("--eval_every", type=COUNT, default=2, help="evaluate every EVAL_EVERY epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
-         "images and keep best.pt, which has the highest mean IoU on them (folder: on)")
-    flag("--max_steps", type=COUNT, help="stop after so many steps; the schedule does not change")
+         "images, and keep the checkpoint with the highest mean IoU on them as best.pt (default: "
+         "on for folder, else off)")
+    flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn>, or "
-         "out/seg_<data>_backbone)")
+         "out/seg_<data>_backbone if --backbone is given)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    # Priority: command line, resumed run, recipe, default of the flag.
+    # Priority: command line, resumed run, recipe, default of the flag. `given` has the flags on the
+    # command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "segmentation")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
 
-    # A backbone brings its own encoder. Scenes start from one in weights/, unless flags describe
-    # another encoder: from scratch a small network learns little in minutes.
+    # A backbone determines the encoder. Training on scenes starts from a backbone in weights/,
+    # because a small network learns little from scratch in minutes. Flags that describe another
+    # encoder prevent this.
     recipe = {**ENCODER, **RECIPES[data]}
     own = [name for name in ENCODER if getattr(given, name) is not None]
     shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
     if given.backbone and own:
-        raise InputError(f"--backbone has its own encoder: leave out --{', --'.join(own)}")
+        raise InputError(f"--backbone {given.backbone} determines the encoder; leave out "
+                         f"--{', --'.join(own)}")
     if given.backbone:
         recipe.update(dict.fromkeys(ENCODER))
     elif data == "shapes" and own in ([], ["attn"]) and shipped.exists():
@@ -153,9 +174,10 @@ def get_args():
     args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
 
     if data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images")
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
+                         f"--data_dir out, or choose another --data")
     if data == "folder" and not args.data_dir:
-        raise InputError("--data folder needs --data_dir")
+        raise InputError("--data folder needs --data_dir, the folder of your images")
     args.out_dir = common.run_folder(args, f"out/seg_{data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
@@ -163,11 +185,12 @@ def get_args():
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
-    """Yield this process's [(position, index), ...] for each step from `start` to `stop`.
+    """Yield a list of (position, index) for each step from `start` to `stop` - 1.
 
-    index: the image's number, below n. position: the sample's number in the whole run. The last
-    batch of an epoch may be short. A process that gets no image of it takes the first one, and
-    `train_batches` ignores its labels.
+    position: a sample's number in the whole run, which determines its random numbers. index: the
+    number of its image, 0 to n - 1. Process `rank` gets every world-th sample of the batch. The
+    last batch of an epoch may be short. A process without a sample then gets the first sample of
+    the batch, and `train_batches` ignores its labels.
     """
     epoch_steps = math.ceil(n / args.batch_size)
     for step in range(start, stop):
@@ -182,14 +205,15 @@ def batch_keys(args, n, start, stop, rank, world):
 def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
 
-    mean: the model's mean colour, (3, 1, 1). It pads views that are smaller than S.
+    views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1), which
+    fills the border of crops that are smaller than S.
     """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     batches = image_batches(views, keys, args.num_workers, device)
     for images, labels, (position, height, width) in batches:
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-        if position[0] % n % args.batch_size != rank:               # no share of a short batch
+        if position[0] % n % args.batch_size != rank:       # the sample belongs to another process
             labels.fill_(IGNORE)
         images = finish_views(images, height, width, position, args.seed, mean,
                               distorted=args.data != "shapes")
@@ -206,8 +230,8 @@ def learning_rate(step, total, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and numbers them by
-    # environment variables. Each takes its share of every batch; rank 0 alone prints and writes.
+    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
+    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
                                           "mps" if torch.backends.mps.is_available() else "cpu"))
@@ -219,24 +243,24 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # for convolutions, too
+    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `mask_flags` fills the flags that are still None.
+    # Data. For your own images, `mask_flags` chooses the flags that are still None.
     vars(args).update(mask_flags(args) if args.data == "folder" else {})
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}, expected "
-                         f"at most the window")
+        raise InputError(f"--stride {args.stride} is more than --window {args.window}, so windows "
+                         f"would miss pixels; choose a smaller stride")
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-               num_workers=args.num_workers)                        # to evaluate
+               num_workers=args.num_workers)                        # settings of an evaluation
     split = "val" if args.keep_best else "test"
     train, val = load_segmentation(args, "train"), load_segmentation(args, split)
     split = "validation" if args.keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
-    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes stay as they are
+    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes keep their size
     views = TrainingViews(train, args.size, scales, args.seed)
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
@@ -244,8 +268,8 @@ def main():
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
-    # Model. A resumed checkpoint describes it. Without --resume the flags describe it, except for a
-    # backbone's encoder.
+    # Model. With --resume, the checkpoint describes it. Otherwise a backbone describes the encoder,
+    # and flags describe the rest.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
@@ -274,7 +298,8 @@ def main():
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser. Matrices decay, also the two projections of the decoder.
+    # Optimiser. Weight decay applies to matrices: to the weights of layers and to the decoder's two
+    # projections.
     matrices = ("weight", "proj_patch", "proj_classes")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -287,8 +312,8 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume: load weights and optimiser. Random numbers have no state. Data must be the same as
-    # before.
+    # Resume. Data must be the same as before. The checkpoint has the weights and the optimiser's
+    # state. Random numbers have no state, because they depend on step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
         common.check_unchanged(checkpoint, about)
@@ -297,12 +322,12 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile; average gradients over processes. `net` is trained; `model` shares its weights and is
-    # evaluated and saved.
+    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # the same weights, is evaluated and saved.
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log, one JSON object per line. The first row names flags, code, hardware and data.
+    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -313,11 +338,11 @@ def main():
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
                       + f" | resumed at step {first}" * bool(first))
 
-    # The loop. --max_steps stops early, on the schedule of --epochs.
+    # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)        # None: a bar in a terminal only
+               disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []
     for step in bar:
@@ -328,9 +353,9 @@ def main():
         # A batch.
         images, labels = next(batches)
 
-        # Forward and backward. The loss is the mean over the labelled pixels of all processes. It
-        # has the factor `world`, because DDP averages gradients over processes. Dropout draws from
-        # a seed for this step and process, so that a resumed run draws the same masks.
+        # Forward and backward. The loss is the mean over the labelled pixels of all processes. The
+        # factor `world` is needed, because DDP averages gradients over processes. Each step and
+        # process has its own seed for dropout and drop path, so a resumed run draws the same masks.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
@@ -341,7 +366,7 @@ def main():
         loss = world * loss / pixels.clamp(min=1)                   # no labelled pixel: loss 0
         loss.backward()
 
-        # Clip the gradient and take the step.
+        # Clip the gradient, and update the weights.
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
                                               if p.grad is not None])
         if args.clip:
@@ -350,16 +375,17 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # Evaluate, checkpoint and log by the step number, so that all processes agree: evaluate
-        # every --eval_every epochs and at the end; save then and after every epoch; log then and
-        # every --log_every steps.
+        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
+        # every --eval_every epochs and at the end. Save after every evaluation and every epoch. Log
+        # after every --log_every steps, and whenever the run is saved.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % args.log_every == 0
 
-        # Log the means over all processes and all steps since the last row. A loss or gradient that
-        # is not finite ends the run here. Reading the numbers waits for the device.
+        # Log the means over all processes and all steps since the last row. `finite_means` ends the
+        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
+        # every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -373,8 +399,8 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. Also log, per layer, mean |k| and the share of nonzero entries of S: they show
-        # whether RPC acts.
+        # Evaluate. Also log two numbers per layer, mean |k| and the share of nonzero entries of S.
+        # They show whether RPC acts.
         metrics = {}
         if evaluating:
             metrics, _ = evaluate(model, val, **how, rank=rank, world=world, progress="evaluating")
@@ -385,8 +411,8 @@ def main():
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
 
-        # Save. A file is replaced whole or not at all; a run killed before this line repeats the
-        # evaluation when it is resumed.
+        # Save. A file is replaced completely or not at all. A run that is killed before this line
+        # repeats the evaluation when it is resumed.
         if saving and rank == 0:
             better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
@@ -398,9 +424,9 @@ def main():
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # speed excludes evaluating and saving
+            clock, pending = time.time(), []    # the speed excludes evaluation and saving
 
-    # Draw pictures, and print the result if the last step was evaluated.
+    # Draw predictions, and print the result if the last step was evaluated.
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
@@ -414,7 +440,7 @@ def main():
         if best:
             common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
                           f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
-                          f"reports the test images, which chose nothing")
+                          f"evaluates it on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

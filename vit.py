@@ -221,7 +221,7 @@ class ViT(nn.Module):
 def resize_pos_embed(pos_embed, grid, mode):
     """Interpolate position embeddings (1, 1 + side * side, C) to a grid (h, w) of patches.
 
-    The first one belongs to the class token and stays unchanged. mode: see F.interpolate.
+    The first embedding belongs to the class token and stays unchanged. mode: see F.interpolate.
     Returns (1, 1 + h * w, C).
     """
     side = math.isqrt(pos_embed.shape[1] - 1)

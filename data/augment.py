@@ -22,7 +22,7 @@ from data.batches import constant, send
 from data.rng import ERASE, ERASE_NOISE, FLIP, RAND_AUGMENT, SHIFT, normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
-FILL = (124, 116, 104)                                              # MEAN in 0..255, outside a warp
+FILL = (124, 116, 104)                                    # MEAN as 0..255, outside a warped image
 ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
 
@@ -124,9 +124,9 @@ def taps(pixel, shift, size):
     pixel: indices in a line of `size` pixels. shift: in pixels, or None for no shift.
 
     Returns:
-        the index of the first of four neighbours, if the line is padded by two pixels at each end
-        the weights of the neighbours (Keys' kernel, a = -1); without a shift, one weight for one
-        True where the place is inside the line
+        the index of the first neighbour, if the line is padded by two pixels at each end
+        the weights of the four neighbours (Keys' kernel, a = -1), or (1,) without a shift
+        whether the place is inside the line
     """
     if shift is None:
         return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
@@ -170,7 +170,7 @@ def rotate(images, degrees):
 
 
 def torchvisions(name):
-    """Wrap an operation of torchvision. It is imported at the first call, because this is slow."""
+    """Wrap an operation of torchvision, so that the slow import happens at its first call."""
     def op(images, _):
         from torchvision.transforms.v2 import functional
         return getattr(functional, name)(images)
@@ -187,7 +187,7 @@ def enhance_factor(x, sign):
     return (1 + sign * 0.9 * x).clamp(min=0.1)
 
 
-# name in timm: (operation, function of x = level / 10 and sign = +-1 that computes its argument)
+# name in timm: (operation, function of x = level / 10 and sign = +-1 that returns the argument)
 OPS = {
     "AutoContrast": (torchvisions("autocontrast"), signed(0)),
     "Equalize": (torchvisions("equalize"), signed(0)),
@@ -260,7 +260,7 @@ def random_erase(images, u, positions, seed, prob):
     h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
     top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
 
-    # Make one column per erased pixel, box after box. Sizes are on the CPU, so it does not wait.
+    # Make one column per erased pixel, box after box. The sizes are on the CPU: no wait for a GPU.
     first = (h * w).cumsum(0) - h * w
     boxes = [chosen, positions[chosen], top, left, w, first, h * w]
     boxes = send(torch.stack(boxes), images.device)
@@ -287,8 +287,8 @@ def mix(images, targets, key, mixup=0.8, cutmix=1.0):
     A batch is mixed by mixup or by cutmix; if both arguments are > 0, a fair coin decides. The
     batch has one lambda ~ Beta(alpha, alpha), where alpha is the argument `mixup` or `cutmix`.
     mixup: lambda * image + (1 - lambda) * partner. cutmix: copy a box of the partner that covers a
-    share 1 - lambda. Its centre is anywhere, so the border can clip the box; then lambda becomes
-    the share of pixels that are kept.
+    share 1 - lambda. The centre of the box is anywhere, so the border can clip the box; then lambda
+    becomes the share of pixels that are kept.
 
     The partner is the neighbour in the batch; in timm it comes from the reversed batch. So a slice
     of a batch, such as the part of one process, is mixed as within the whole batch, if the slice

@@ -16,8 +16,8 @@ class Split(NamedTuple):
     """A small set of images, all in memory."""
     images: torch.Tensor                     # (N, 3, H, W) uint8
     labels: torch.Tensor                     # (N,) int64
-    classes: list                            # class names, str; labels index it
-    masks: torch.Tensor | None = None        # of shapes.py: (N, H, W) uint8, see render_scenes
+    classes: list                            # class names, str; labels are indices into it
+    masks: torch.Tensor | None = None        # scenes: (N, H, W) uint8, 0: none, k + 1: class k
 
 
 def send(x, device):
@@ -38,7 +38,7 @@ def progress(items, title, many):
 
 
 def hold_out(split, n):
-    """Divide a Split at random, but always alike, into (training images, n held-out images)."""
+    """Divide a Split into (training images, n held-out images), by a fixed random order."""
     if not 0 < n < len(split.labels):
         raise InputError(f"--holdout {n}: expected 1 to {len(split.labels) - 1}, because there are "
                          f"{len(split.labels)} training images")

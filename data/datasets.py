@@ -2,8 +2,8 @@
 
 A loader is a function (split, args). It returns a `Split`, which is uint8 images in memory, or a
 Dataset like `ImageTree`, whose files are decoded and cropped by the workers of a DataLoader. Every
-random number is a function of (seed, sample), see rng.py. So the numbers of workers and processes
-and the batch size do not change it.
+random number is a function of (seed, sample), see rng.py. So workers, processes and batch size do
+not change the random numbers.
 """
 
 from argparse import Namespace
@@ -116,9 +116,9 @@ def load_test(args, trained, size, classes):
     """Load the test images of a network; each side has `size` pixels.
 
     args: the flags data, data_dir and device of an evaluation. trained: a dict, the flags of the
-    network's training. classes: ImageNet's classes in the network's order. If the network was not
-    trained on the folder --data_dir, its test images are all images in val/, or, without val/, all
-    images.
+    network's training. classes: ImageNet's classes in the network's order. With --data folder, a
+    network that was not trained on --data_dir is tested on val/, or on all images if there is no
+    val/.
     """
     flags = dict(num_images=16000, seed=0, download=False, keep_best=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,

@@ -14,7 +14,7 @@ from common import InputError, print0
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 PNG = b"\x89PNG\r\n\x1a\n"
-PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # of a PNG: set its pixels
+PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"eXIf", b"IEND")    # that set pixels
 
 
 def printable(path):
@@ -24,7 +24,7 @@ def printable(path):
 
 @cache
 def print_once(line):
-    """Print a line on rank 0. If a process calls this again with the same line, print nothing."""
+    """Print a line on rank 0, but every line only once per process."""
     print0(line)
 
 

@@ -1,7 +1,7 @@
-"""ImageNet, as folders of images: files are decoded and cropped when a batch needs them.
+"""ImageNet, or images in the same layout, decoded and cropped by the workers of a DataLoader.
 
-The images do not fit in memory, so the workers of a DataLoader (batches.py) decode and crop them. A
-random crop depends on (seed, position) only; the position is the sample's number in the whole run.
+The images do not fit in memory, so a file is read when a batch needs it. A random crop depends on
+(seed, position) only; the position is the sample's number in the whole run.
 """
 
 import math
@@ -38,7 +38,7 @@ def random_crop_box(width, height, draw):
 class ImageTree(Dataset):
     """Images in root/<split>/<class>/<file>, ImageNet's layout.
 
-    tree[position, index] returns an image (3, size, size) uint8, its label and its position, ints.
+    tree[position, index] returns an image (3, size, size) uint8 and two ints, label and position.
     `index` chooses the file. `position`, the sample's number in the whole run, chooses the random
     crop. train=True: a random resized crop. train=False: the short side is resized to
     size / crop_pct, then the centre is cropped; here you can leave the position out, tree[index].

@@ -23,7 +23,7 @@ CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign",
 
 
 def listed_classes(root):
-    """Read the class names in classes.txt, one per line, or ADE20K's objectInfo150.txt; or []."""
+    """Read class names from classes.txt, one per line, else ADE20K's objectInfo150.txt, else []."""
     plain, table = Path(root, "classes.txt"), Path(root, "objectInfo150.txt")
     path = plain if plain.exists() else table
     try:
@@ -40,8 +40,8 @@ def listed_classes(root):
 def read_annotation(path):
     """Read an annotation, a PNG of one channel and at most 8 bits, turned upright like its image.
 
-    Returns the stored values (H, W) uint8, and {value: colour} of the values that occur if the file
-    has a palette, or {}.
+    Returns the stored values, (H, W) uint8, and the palette's {value: colour} for the values that
+    occur; {} if the file has no palette.
     """
     data = read_bytes(path).tobytes()
     with decoding(path):
@@ -76,9 +76,9 @@ def check_same_colours(path, colours, known):
 def check_annotations(paths, ignore=None):
     """Count the pixels of each value in annotation files, (256,).
 
-    Raises InputError, which names two files, if their palettes differ. Without `ignore` it is also
-    an error if one file contains the values 0 and 255 only and another file contains other values:
-    then 255 can be a class in one file and mean "ignored" in the other.
+    InputError if the palettes of two files differ. Without `ignore`, InputError also if one file
+    contains the values 0 and 255 only, and another file contains further values: then 255 can mean
+    a class in one file and "ignored" in the other file.
     """
     counts, known, two_valued, other = torch.zeros(256, dtype=torch.int64), {}, None, None
     for path in progress(paths, "reading annotations", 200):
@@ -103,13 +103,14 @@ class SegTree(Dataset):
     """Pairs of image and annotation. tree[i]: image (3, H, W) and label (H, W), both uint8.
 
     files: [(image path, annotation path)]. classes: names. values: the pixel value of each class.
-    ignore: the pixel values of no class. A label is a place in `classes`, or 255 where ignored.
+    ignore: pixel values that belong to no class. A label contains an index into `classes` per
+    pixel, or 255 for an ignored pixel.
     """
 
     def __init__(self, files, classes, values, ignore):
         self.files, self.classes = files, list(classes)
         self.values, self.ignore = list(values), list(ignore)
-        self.label_of = torch.full((256,), 254, dtype=torch.uint8)          # 254: neither
+        self.label_of = torch.full((256,), 254, dtype=torch.uint8)          # 254: unknown
         self.label_of[self.ignore] = 255
         self.label_of[self.values] = torch.arange(len(self.values), dtype=torch.uint8)
 
@@ -118,7 +119,7 @@ class SegTree(Dataset):
 
     @cached_property
     def first_colours(self):
-        """{value: (colour, path)} of the first file, with which every file has to agree."""
+        """Return {value: (colour, path)} of the first file; all files must have these colours."""
         path = self.files[0][1]
         return {value: (colour, path) for value, colour in read_annotation(path)[1].items()}
 
@@ -129,7 +130,7 @@ class SegTree(Dataset):
             check_same_colours(path, colours, dict(self.first_colours))
         if values.shape != image.shape[1:]:
             (h, w), (H, W) = values.shape, image.shape[1:]
-            raise InputError(f"{printable(path)} has {w} x {h} pixels, its image {W} x {H}")
+            raise InputError(f"{printable(path)} has {w} x {h} pixels, but its image has {W} x {H}")
         label = self.label_of[values.long()]
         if (label == 254).any():
             raise InputError(f"{printable(path)} contains the value {values[label == 254].max()}, "
@@ -143,7 +144,8 @@ class SegTree(Dataset):
 def pairs(root, split=""):
     """List {stem: (image path, annotation path)} of root/images/<split>, root/annotations/<split>.
 
-    Hidden files do not count. Printed lines name files without a partner, and other entries.
+    Hidden files are left out. So are files without a partner, and files with another ending;
+    printed lines name some of these.
     """
     def files(part, endings):
         folder, found, others = Path(root, part, split), {}, []
@@ -174,15 +176,17 @@ def pairs(root, split=""):
                          f"in {printable(Path(root, 'annotations', split))}, but no two with the "
                          f"same name{first}")
     if alone:
-        print_once(printable(f"{Path(root, 'images', split)} and annotations: {len(alone)} files "
-                             f"have no partner of their name, {alone[0]} among them"))
+        print_once(printable(f"{Path(root, 'images', split)} and annotations: left out "
+                             f"{len(alone)} files without a partner of the same name, for example "
+                             f"{alone[0]}"))
     return both
 
 
 def ade20k(root, split, num_classes=None, names=()):
     """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
 
-    names: the class names, if no file in the folder lists them and their number is num_classes.
+    num_classes: K (default: the number of listed classes). names: K class names, which are used if
+    no file in the folder lists names.
     """
     if len(names) != num_classes:
         names = [f"class {k}" for k in range(num_classes or 0)]
@@ -196,10 +200,10 @@ def ade20k(root, split, num_classes=None, names=()):
 def find_pairs(root, keep_best):
     """List your folder's pairs: {"train", "val", "test", "all": [(image path, label path)]}.
 
-    "test" is a tenth, which is reported. With keep_best "val" is another tenth, which chooses
-    best.pt; see hold_out_by_name. If images/ and annotations/ contain training/ and validation/,
-    "test" is validation/ and "val" is a tenth of training/. "all" is for a network that was not
-    trained on this folder.
+    If images/ and annotations/ contain training/ and validation/, "test" is validation/. Otherwise
+    "test" is a tenth of all pairs. With keep_best, "val" is another tenth, which chooses best.pt;
+    see hold_out_by_name. "train" contains the other pairs. "all" is for networks that were not
+    trained on this folder: validation/ if it exists, otherwise all pairs.
     """
     given = any(Path(root, "images", part).is_dir() for part in ("training", "validation"))
     found = pairs(root, "training" if given else "")
@@ -218,7 +222,7 @@ def own_folder(root, part, values, ignore, keep_best=False):
         raise InputError(f"{printable(Path(root, 'classes.txt'))} lists {len(names)} classes, "
                          f"expected {len(values)}, for the values {list(values)[:9]}")
     files = find_pairs(root, keep_best)
-    if part == "all":                               # no training checked this folder
+    if part == "all":                               # no training has checked these
         counts = check_annotations([label for _, label in files["all"]],
                                    None if len(values) == 2 else ignore)
         if (counts[list(values)] > 0).sum() < 2:
@@ -237,9 +241,9 @@ def find_values(root, ignore=None):
     """Find the pixel values that are classes in a folder's annotations: (values, ignored values).
 
     The classes are all values that occur except 255. If only 0 and 255 occur, both are classes.
-    ignore: the values of no class, instead of 255. classes.txt, if there is one, names the values
-    from 0 on, or from 1 on if 0 is ignored. A printed line names values that hardly occur, which
-    often are the edges of anti-aliased masks.
+    ignore: the values that belong to no class, instead of 255. If there is a classes.txt, its lines
+    name the values from 0 on, or from 1 on if 0 is ignored. A printed line names rare values, which
+    often come from smoothed edges of masks.
     """
     files = find_pairs(root, keep_best=False)
     paths = [label for part in ("train", "test") for _, label in files[part]]
@@ -252,15 +256,16 @@ def find_values(root, ignore=None):
         values = list(range(0 in ignore, len(listed) + (0 in ignore)))
     if len(values) < 2 or set(found) - {*values, *ignore}:
         raise InputError(f"--data_dir {shown}: the annotations contain the values {found[:9]}, "
-                         f"expected two or more classes; if there is a classes.txt, it has to name "
-                         f"each class; --ignore sets the values of no class (default: 255)")
+                         f"expected two or more classes, and a line per class in classes.txt if "
+                         f"that file exists; --ignore sets the values that belong to no class "
+                         f"(default: 255)")
     print0(f"{shown}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}; "
            f"ignored: {ignore}")
     rare = [value for value in values if 0 < 1000 * counts[value] < counts.sum()]
     if rare:
         print0(f"{shown}: {len(rare)} of these values have less than a thousandth of the pixels "
-               f"each: {rare[:9]}; if they come from smoothed edges (anti-aliasing, a resize), "
-               f"make the masks again with hard edges (nearest neighbour), or ignore the values: "
+               f"each: {rare[:9]}. If they come from smoothed edges (anti-aliasing, a resize), "
+               f"make the masks again with hard edges (nearest neighbour), or ignore these values: "
                f"--ignore {' '.join(map(str, [*ignore, *rare][:9]))}")
     return values, ignore
 
@@ -268,7 +273,7 @@ def find_values(root, ignore=None):
 def mask_recipe(n, side):
     """Choose flags to train on n images. side: their median short side in pixels.
 
-    A run has about 3,000 steps and 64 to 144 patches per image, so a CPU needs minutes.
+    A run has about 3,000 steps and 64 to 144 patches per image, so it takes minutes on a CPU.
     """
     patches = {32: 4, 64: 8, 96: 8, 160: 16}                        # size: patch size
     size = max(s for s in patches if s == 32 or s <= side)
@@ -278,9 +283,10 @@ def mask_recipe(n, side):
 
 
 def mask_flags(args):
-    """Choose the flags that are still None to fit a folder of masks: {flag: value}; print them.
+    """Choose values that fit a folder of masks for the flags that are None: {flag: value}.
 
-    Also returns values: the pixel value of each class, and ignore: the values of no class.
+    Prints the choices. The result also contains `values`, the pixel value of each class, and
+    `ignore`, the values that belong to no class.
     """
     values, ignore = find_values(args.data_dir, args.ignore)
     keep_best, root = args.keep_best, printable(args.data_dir)
@@ -298,5 +304,5 @@ def mask_flags(args):
     print0(f"{root}: pairs: {len(files['train'])} to train on, {len(files['val'])} to choose "
            f"best.pt (validation), {len(files['test'])} to report, by eval_robust.py (test)")
     if chosen:
-        print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
+        print0(f"chosen flags: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen | dict(values=values, ignore=ignore, num_classes=len(values))

@@ -15,10 +15,11 @@ from data.decode import (hold_out_by_name, name_hash, print_once, printable, rea
 def find_photos(root, keep_best=False):
     """List a folder's images: class names, and {"train", "val", "test", "all": [(path, label)]}.
 
-    "test" is a tenth of each class, which is reported. With keep_best "val" is another tenth, which
-    chooses best.pt; see hold_out_by_name. If the folder has its own val/, "test" is val/ and "val"
-    is a tenth of train/. "all" is for a network that was not trained on this folder. Raises
-    InputError if there are fewer than two classes, or if val/ is empty.
+    If the folder contains train/ and val/, "test" is val/. Otherwise "test" is a tenth of each
+    class. With keep_best, "val" is another tenth, which chooses best.pt; see hold_out_by_name.
+    "train" contains the other images. "all" is for networks that were not trained on this folder:
+    val/ if it exists, otherwise all images. InputError if there are fewer than two classes, or if
+    val/ is empty.
     """
     val_folder = Path(root, "val").is_dir()
     folders = [Path(root, "train"), Path(root, "val")] if val_folder else [root]
@@ -29,7 +30,7 @@ def find_photos(root, keep_best=False):
                          f"expected 2 or more: {printable(root)}/<class>/*.jpg")
     if given == [{}]:
         raise InputError(f"{printable(folders[1])} contains no <class>/*.jpg, expected the images "
-                         f"to evaluate on: fill or remove this folder")
+                         f"to evaluate on: add them, or remove this folder")
 
     files = {"train": [], "val": [], "test": []}
     for label, name in enumerate(classes):
@@ -48,7 +49,10 @@ def find_photos(root, keep_best=False):
 # --- flags that fit the photos --------------------------------------------------------------------
 
 def photo_flags(args):
-    """Choose the flags that are still None to fit a folder of photos: {flag: value}; print them."""
+    """Choose values that fit a folder of photos for the flags that are None: {flag: value}.
+
+    Prints the choices.
+    """
     keep_best, root = args.keep_best, printable(args.data_dir)
     if keep_best is None:
         classes, files = find_photos(args.data_dir, True)
@@ -65,7 +69,7 @@ def photo_flags(args):
            f"{len(files['val'])} to choose best.pt (validation), {len(files['test'])} to report, "
            f"by eval_robust.py (test)")
     if chosen:
-        print0(f"chosen for them: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
+        print0(f"chosen flags: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
     return chosen
 
 
@@ -73,7 +77,7 @@ def photo_recipe(n, side):
     """Choose flags to train on n images. side: their median short side in pixels.
 
     An image has 64 patches. The number of epochs is 1.8 sqrt(n), because longer runs overfit (see
-    docs/data.md), and at most 3,000 steps.
+    docs/data.md). A run has at most 3,000 steps, but at least 8 epochs.
     """
     size = max(s for s in (32, 64, 96) if s == 32 or s <= side)
     batch = max(b for b in (2, 4, 8, 16, 32, 64) if b == 2 or 5 * b <= n)
@@ -88,7 +92,7 @@ def median_side(files):
     for path, _ in files[:200]:
         try:
             sides.append(short_side(path))
-        except InputError:                          # load_photos names it
+        except InputError:                          # decode_all prints the name of the file
             continue
     return median(sides) if sides else 0
 
@@ -98,7 +102,7 @@ def median_side(files):
 def load_photos(root, part, size, keep_best=False):
     """Load "train", "val", "test" or "all" of a folder (see find_photos) as a Split.
 
-    Images are resized to `size` on the short side and cropped.
+    Images are resized and cropped to squares of `size` pixels, see middle_square.
     """
     classes, files = find_photos(root, keep_best)
     found, val_folder = decode_all(files[part], classes, size), Path(root, "val").is_dir()

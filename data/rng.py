@@ -1,8 +1,9 @@
 """Random numbers from a hash instead of a generator.
 
 The numbers of a sample depend on (seed, purpose, sample) only. So batch size, device, worker,
-number of processes and resuming do not change them, and no random state has to be saved. (This file
-is not called random.py, because a script in this folder would import it instead of Python's.)
+number of processes and resuming do not change these numbers, and no random state has to be saved.
+(This file is not called random.py, because a script in this folder would import it instead of
+Python's module random.)
 """
 
 import math
@@ -16,7 +17,7 @@ VIEW, DISTORT = 30, 31                                          # data/views.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
 TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py; for images, so 70 can occur twice
+PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: images, so no clash with texts
 ADVERSARIAL = 90                        # robust/adversarial.py
 FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers

@@ -61,7 +61,7 @@ SHAPES = {
     "star": star,
     "triangle": lambda x, y: torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5,
 }
-TEXTURES = [                                # share of the second colour at (x, y), in radians
+TEXTURES = [                                # share of the second colour; x and y are in radians
     lambda x, y: torch.zeros_like(x),                                           # plain
     lambda x, y: (0.5 + 0.1 * x).clamp(0, 1),                                   # gradient
     lambda x, y: (0.5 + 2 * x.sin()).clamp(0, 1),                               # stripes
@@ -168,7 +168,7 @@ def render_scenes(index, size=32, seed=0):
             continue
         u, v, scale = place(draw, layer, x, y)
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # last: of the main shape
+        labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # kept from the last layer
         distance = apply_each(SHAPES.values(), labels, u, v) * as_column(scale)
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2

@@ -1,9 +1,9 @@
 """Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
 
-A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. Every line,
-also a blank one, ends with <eos> (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and
-this Python's documentation are written in this form, into out/cache. Every run makes the ids again,
-in memory: WikiText-103 takes a minute.
+A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. An <eos> is
+added to every line, also to a blank one (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text
+and Python's documentation are converted to such files in out/cache. Every run computes the ids of
+the words again, in memory; this takes a minute for WikiText-103.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -35,7 +35,7 @@ from data.rng import TEXT_WINDOW, uniform
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
 MIN_COUNT = 3                                   # rarer words become <unk>
-# folders of the library that pydoc's text leaves out
+# folders of Python's library whose docstrings are not part of the text "pydoc"
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
 
@@ -77,18 +77,18 @@ def token_file(folder, split):
 def each_line(path, what="reading"):
     """Yield the lines of a text file, UTF-8 or UTF-16, without newlines; only "\\n" ends a line.
 
-    what: begins the text of the progress bar of a large file. InputError at another encoding.
+    what: a word for the progress bar, which large files have. InputError for another encoding.
     """
     quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, "rb") as f:                 # byte order marks, as editors on Windows write them
+    with open(path, "rb") as f:                 # editors on Windows write byte order marks
         marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
     name = shlex.quote(str(path))
     with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
-                             disable=quiet or None):                # None: if not in a terminal
-                if "\0" in line:                                    # UTF-16 without its mark
+                             disable=quiet or None):                # None: only in a terminal
+                if "\0" in line:                                    # UTF-16 without a mark
                     raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
                                      f"{convert('UTF-16LE', name)}")
                 yield line.removesuffix("\n")
@@ -113,16 +113,17 @@ class Corpus(NamedTuple):
 
 
 def load_corpus(folder):
-    """Load the texts of a folder as ids, in the vocabulary of the training text."""
+    """Load the texts of a folder as ids. The training text defines the vocabulary."""
     paths = [token_file(folder, split) for split in SPLITS]
     vocab = count_words(paths[0])
     if UNK not in vocab:
         new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
         new -= vocab.keys()
         if new:
-            print0(f"{folder}: the training text has no {UNK}; {len(new)} words of the valid and "
-                   f"test texts are not in it, for example {min(new)!r}, and become {UNK}. The "
-                   f"model never learns {UNK}, so these words make the perplexity high")
+            print0(f"{folder}: {len(new)} words of the valid and test texts, for example "
+                   f"{min(new)!r}, are not in the training text and become {UNK}. The training "
+                   f"text has no {UNK}, so the model never learns {UNK}, and these words make the "
+                   f"perplexity high")
             vocab = Vocabulary([*vocab.words, UNK])
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
@@ -155,8 +156,8 @@ def count_words(path):
 def text_folder(data, data_dir):
     """Return the folder of token files for --data and --data_dir; write it if needed.
 
-    data_dir: a folder with wiki.*.tokens, a text file, or None for pydoc's text. Several processes
-    may write the folder at the same time.
+    data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". Several
+    processes may write the folder at the same time.
     """
     if not data_dir and data != "pydoc":
         raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
@@ -173,7 +174,7 @@ IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0
 @cache
 def word_patterns():
     """Return two compiled patterns: of an ideograph, and of a word or a punctuation mark."""
-    common = map(chr, range(0x10000))                   # marks belong to a letter, as in Hindi
+    common = map(chr, range(0x10000))                   # marks are parts of letters, as in Hindi
     marks = "".join(c for c in common if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
     letter = rf"[\w{marks}]+"
     return (re.compile(rf"[{IDEOGRAPHS}][{marks}]*"),
@@ -194,7 +195,7 @@ def write_tokens(folder, lines):
     folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in lines["train"] for word in line)
     if min(counts.values()) >= MIN_COUNT:
-        lines["train"] = [*lines["train"], [UNK]]                   # valid or test may need it
+        lines["train"] = [*lines["train"], [UNK]]                   # valid or test may need <unk>
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
@@ -205,7 +206,7 @@ def write_tokens(folder, lines):
 def paragraphs(path, least=1):
     """Read a text file as paragraphs, lists of words. InputError if there are fewer than `least`.
 
-    Blank lines separate paragraphs; if that gives fewer than 20, every line is a paragraph.
+    Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
     path = Path(path)
     if not path.is_file():
@@ -221,10 +222,11 @@ def paragraphs(path, least=1):
 
 
 def txt_folder(path):
-    """Make a folder of a text file: 90 % of its paragraphs to train, 5 % to valid, 5 % to test.
+    """Convert a text file to a folder of token files.
 
-    The folder is out/cache/<name>_<hash of the whole path>, written again each time, because the
-    file may have changed.
+    The first 90 % of the paragraphs are train, the next 5 % are valid, and the last 5 % are test.
+    The folder is out/cache/<name>_<hash of the whole path>. It is written again each time, because
+    the file may have changed.
     """
     lines, whole = paragraphs(path, least=20), path.resolve()
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
@@ -236,9 +238,10 @@ def txt_folder(path):
 def lines_to_score(data, data_dir, trained):
     """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
 
-    data, data_dir: of the evaluation. trained: the flags of the model's training, a dict. The run's
-    own text and folders of token files have the splits valid and test. Another text file is one
-    split, "whole", with every word as it is: the model's vocabulary decides which words it knows.
+    data, data_dir: flags of the evaluation. trained: the flags of the model's training, a dict. The
+    splits are valid and test for the text of the training, for folders of token files and for
+    "pydoc". A text file that was not used for training is one split, "whole". Its words are not
+    replaced by <unk>, because the model's vocabulary decides which words are known.
     """
     own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
         not trained.get("data_dir")
@@ -249,7 +252,7 @@ def lines_to_score(data, data_dir, trained):
 
 
 def pydoc_documents():
-    """Return {name: [(title, text)]}: pydoc's topics, docstrings of the standard library."""
+    """Return {name: [(title, text)]} of pydoc's topics and of the standard library's docstrings."""
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
     library = Path(os.__file__).parent
@@ -258,7 +261,7 @@ def pydoc_documents():
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):                           # for another Python
+        except (SyntaxError, ValueError):                           # for another Python version
             continue
         name = ".".join(path.relative_to(library).with_suffix("").parts)
         nodes = [node for node in ast.walk(tree)
@@ -272,7 +275,7 @@ def pydoc_folder(parent):
     """Write `pydoc_documents` as wiki.*.tokens, unless the files exist. Returns their folder.
 
     The text depends on Python's version alone. A hash of a document's name chooses its split: one
-    sixteenth goes to valid, one to test. A paragraph becomes a line.
+    sixteenth of the documents goes to valid, and one sixteenth to test. A paragraph becomes a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(Path(folder, f"wiki.{split}.tokens").exists() for split in SPLITS):
@@ -298,7 +301,7 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     """
     places = torch.arange(batch_size)[part]
     u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits
-    share = u[:, 0] + u[:, 1] * 2 ** -24                            # WikiText-103 needs 27 bits
+    share = u[:, 0] + u[:, 1] * 2 ** -24                # 48 bits, because WikiText-103 needs 27
     starts = (share * (len(tokens) - context)).long()
     at = starts[:, None].numpy() + np.arange(context + 1)
     return torch.from_numpy(tokens[at].astype(np.int64))
@@ -307,10 +310,11 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
 def sliding_windows(num_targets, window, stride):
     """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
 
-    A window of `length` targets scores its last `scored` targets. The first window scores all its
-    targets. Each later window begins `stride` tokens further and scores its last `stride` targets.
-    The last window ends with the text and scores the rest. If stride equals window (segment-wise
-    evaluation), the last window is shorter instead, so that no token is read twice.
+    A window of `length` targets scores its last `scored` targets, and every target is scored once.
+    The first window scores all its targets. Each later window begins `stride` tokens after the
+    previous window and scores its last `stride` targets. The last window ends with the text and
+    scores the remaining targets. If stride equals window (segment-wise evaluation), the last window
+    is shorter instead, so no token is read twice.
     """
     if not 1 <= stride <= window <= num_targets:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
@@ -327,9 +331,10 @@ def sliding_windows(num_targets, window, stride):
 def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
     """Return the loss of each of tokens[1:] in a sliding evaluation: (M - 1,) float64, in nats.
 
-    tokens: (M,) ids, array or tensor. model: has hidden(x (b, T)) -> (b, T, C) and
-    nll(h (b, s, C), targets (b, s)) -> (b, s). The output layer computes scored targets only.
-    Processes share the windows; each returns all losses, on the CPU. progress: text of the bar.
+    tokens: (M,) ids, array or tensor. model: a module with the methods hidden(x (b, T)) ->
+    (b, T, C) and nll(h (b, s, C), targets (b, s)) -> (b, s). window, stride: see sliding_windows.
+    The output layer computes scored targets only. rank, world: each process computes its share of
+    the windows, and returns all losses, on the CPU. progress: text of the progress bar.
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
     one window at a time).
     """

@@ -1,9 +1,9 @@
-"""Images with a class for every pixel: loading, training views, pictures.
+"""Images with a class per pixel: load them, make training views of them, draw them.
 
     views = TrainingViews(load_segmentation(args, "train"), size=512)
     image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
 
-The training transforms come from mmsegmentation 0.14.1, in the list of
+The training transforms come from mmsegmentation 0.14.1, in the order of
 `rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
 per image in DataLoader workers. Distortion (distort.py) and padding with the mean colour run on
 whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
@@ -22,19 +22,20 @@ from data.masks import CAMVID_CLASSES, ade20k, own_folder
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
 
-IGNORE = 255                                 # label of pixels of no class
-REDRAWS = 10                                 # tries to replace a crop without variety
+IGNORE = 255                                 # label of pixels that belong to no class
+REDRAWS = 10                                 # tries to replace a crop that is not `varied`
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
 
 
 def load_segmentation(args, part, trained=None):
-    """Load one part of the images that train_seg.py's flags select: Scenes or a SegTree.
+    """Load one part of the images that train_seg.py's flags select, as Scenes or a SegTree.
 
-    part: "train"; "test", which is reported; or "val", which chooses best.pt. "val" needs
-    keep_best, which holds it out from the training images. args: flags of a command or of a
-    checkpoint: data ("shapes" or a folder's layout), data_dir, keep_best, num_classes, and of the
-    scenes num_images and size. trained: in an evaluation, the flags of the training, a dict. "test"
-    of a folder that the network was not trained on is the whole folder.
+    part: "train"; "test", for the reported scores; or "val", which chooses best.pt. With keep_best,
+    "val" is held out from the training images; without keep_best there is no "val".
+    args: flags of a command or of a checkpoint: data, data_dir, keep_best, num_classes; for
+    --data shapes num_images and size; for --data folder values and ignore.
+    trained: in an evaluation, the flags of the training, a dict. With --data folder, a network that
+    was not trained on --data_dir is tested on more images, the part "all" of find_pairs.
     """
     if args.data == "shapes":
         n = args.num_images if part == "train" else max(args.num_images // 10, 1)
@@ -82,7 +83,7 @@ def resize(x, size):
 
 
 def resized(height, width, long, short):
-    """Return (height, width) scaled to the largest that fits a box (long, short), aspect kept."""
+    """Scale (height, width) to the largest with long side <= long and short side <= short."""
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
@@ -92,17 +93,20 @@ def resized(height, width, long, short):
 def varied(label):
     """Return True if no class covers 3/4 or more of a crop's labelled pixels."""
     count = label.flatten().bincount(minlength=256)[:IGNORE]
-    return bool(count.max() < 0.75 * count.sum())                   # so a second class is there
+    return bool(count.max() < 0.75 * count.sum())       # so the crop has at least two classes
 
 
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     """Resize an image by a random factor, crop and flip it. draw: VIEW_COLUMNS numbers in [0, 1).
 
-    The image is resized to fit in 4 size r by size r (long side, short side), with r uniform in
-    `scales`. Then it is cropped to size x size; a shorter side is kept whole. A crop that is not
-    `varied` is drawn again, at most REDRAWS times. Returns image (3, size, size) and label (size,
-    size), uint8, padded on the right and below (with 0, in the label with 255), and the height and
-    width without padding.
+    The image is resized to a long side of at most 4 size r and a short side of at most size r, with
+    r uniform in `scales`. Then the image is cropped to size x size; a shorter side is not cropped.
+    A crop that is not `varied` is drawn again, at most REDRAWS times.
+
+    Returns:
+        image (3, size, size) uint8, padded with 0 on the right and below
+        label (size, size) uint8, padded with 255
+        height and width without padding
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
@@ -142,11 +146,11 @@ class TrainingViews(Dataset):
 # --- training: second half, batches, on any device ------------------------------------------------
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distort and pad uint8 views; returns float32 in [0, 1].
+    """Distort and pad uint8 views; return float32 in [0, 1].
 
-    images: (B, 3, S, S) uint8. height, width, positions: (B,) int64 on the CPU. mean: (3, 1, 1) in
-    [0, 1], the colour of the padding. It is the colour that the model subtracts, so its first layer
-    gets 0 there.
+    images: (B, 3, S, S) uint8. height, width: without padding, (B,) int64 on the CPU. positions:
+    the samples' numbers in the whole run, (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the
+    colour of the padding. The model subtracts this colour, so its first layer gets 0 there.
     """
     if distorted:
         images = distort(images, uniform(positions, COLUMNS, seed, DISTORT))
@@ -159,7 +163,7 @@ def finish_views(images, height, width, positions, seed, mean, distorted=True):
 # --- pictures ------------------------------------------------------------------------------------
 
 def palette(num_classes):
-    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, and 255 black."""
+    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, the rest black."""
     k = torch.arange(256.0)
     hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
     rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]

@@ -1,4 +1,4 @@
-"""Attacks on image classifiers, corruptions of images, and `evaluate`, which judges a model.
+"""Attacks on image classifiers, corruptions of images, and `evaluate`, which runs attacks.
 
     from functools import partial
     from robust import evaluate
@@ -25,7 +25,7 @@ def check_mode(model):
 def forward(model, images, batch_size=None):
     """Return model(images) in float32 or wider, computed batch_size images at a time.
 
-    Half-precision logits are widened, because losses and margins of an attack need the range.
+    Half-precision logits are widened, because losses and margins need more range and precision.
     """
     parts = images.split(batch_size) if batch_size and len(images) > batch_size else [images]
     logits = torch.cat([model(part) for part in parts]) if len(parts) > 1 else model(images)
@@ -52,31 +52,33 @@ def check_labels(labels, n, classes=None):
 
 def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=None, draws=1,
              attack_wrong=False, trace=None):
-    """Tell which images stay right under each attack.
+    """Return which images the model classifies correctly under each attack.
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
-    images: (n, 3, H, W). labels: (n,) class indices. attacks: {name: function of (model, images,
-    labels)}, for example partial(pgd, eps=2 / 255), or one of another library, lambda model, x, y:
-    torchattacks.PGD(model, 2 / 255)(x, y). An attack also gets seed, index, draw, batch_size and
-    trace if its signature names them; a partial keeps what it has set.
-
+    images: (n, 3, H, W). labels: (n,) class indices.
+    attacks: {name: function of (model, images, labels)}. Example: partial(pgd, eps=2 / 255). An
+        attack from another library: lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y). An
+        attack also gets seed, index, draw, batch_size and trace if its signature names them. A
+        partial keeps the arguments that it has set.
     batch_size: images per call of an attack. An attack with the keyword batch_size gets all images
-    and splits them itself, because its images finish at different times. index: (n,) the numbers of
-    the images (default: 0, 1, ...); random numbers depend on (seed, number, draw) alone. draws:
-    attack so many times with different random numbers. attack_wrong: also attack the images that
-    are wrong without an attack; by default they stay as they are.
+        and splits them itself, because its images finish at different times.
+    index: (n,) the numbers of the images (default: 0, 1, ...); random numbers depend on (seed,
+        number, draw) alone.
+    draws: attacks per image, each with different random numbers.
+    attack_wrong: True also attacks the images that are misclassified without an attack; by default
+        these images stay unchanged.
+    trace: a list that receives one dict per attack and draw: the adversarial images, their logits,
+        and `stages`, the entries that the attack appended to its own trace.
 
     Returns:
-        {"clean": (n,) bool, each attack's name: (n,) bool, right in all draws, "worst": (n,) bool,
-        right under every attack}
-    trace, if it is a list, receives one dict per attack and draw: the adversarial images, their
-    logits, and `stages`, what the attack appended to its own trace.
+        a dict of (n,) bool, True for a correct answer. "clean": without an attack. Each attack's
+        name: in all draws of this attack. "worst": under every attack.
     ValueError: the model is in train mode, the labels do not fit the logits, or an attack is named
     "clean" or "worst".
     """
     check_mode(model)
     if {"clean", "worst"} & attacks.keys():
-        raise ValueError('attacks: "clean" and "worst" are names of the result, expected others')
+        raise ValueError('attacks: the names "clean" and "worst" are reserved; rename the attack')
     labels = check_labels(labels, len(images)).to(images.device)
     index = torch.arange(len(images)) if index is None else index
     index = index.to(images.device)
@@ -88,6 +90,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=No
 
     right = {"clean": clean.cpu()}
     for name, attack in attacks.items():
+        # Find the arguments to pass: those after (model, images, labels) that no partial has set.
         takes = list(inspect.signature(attack).parameters)[3:]
         takes = set(takes) - getattr(attack, "keywords", {}).keys()
         size = len(images) if "batch_size" in takes else batch_size

@@ -1,9 +1,10 @@
-"""Adaptive attacks, which look for the gradients that RPC-Attention hides.
+"""Adaptive attacks: they also follow gradients that RPC-Attention hides.
 
-The soft threshold has slope 0 where it returns 0. An attack along the model's own gradient can be
-blind there although the model is not robust (Athalye et al. 2018). An adaptive attack also follows
-gradients of the same model with a changed PAP that does not hide them. It finds PAP wherever the
-model runs `rpc_attention`, also in an attention of your own.
+RPC-Attention runs Principal Attention Pursuit (PAP), whose soft threshold has slope 0 where it
+returns 0. There an attack along the model's own gradient can fail although the model is not robust
+(Athalye et al. 2018). An adaptive attack also follows gradients of the same weights with a changed
+PAP that does not hide them. The change reaches every call of `rpc_attention`, also a call inside
+your own attention.
 """
 
 import math
@@ -20,8 +21,12 @@ from robust.autoattack import apgd, autoattack
 # --- models that provide gradients ---------------------------------------------------------------
 
 def pap_steps(model, images):
-    """Return the number of PAP steps per call; 0: the model runs no PAP. images: (B, 3, H, W)."""
+    """Return the number of PAP steps per layer, or 0 if the model runs no PAP.
+
+    images: (B, 3, H, W); one image is used.
+    """
     check_mode(model)
+    # A run with n_iter=1 counts the layers. The run without it counts the steps of all layers.
     steps, once = [], []
     with torch.no_grad():
         for found, settings in ((steps, {}), (once, dict(n_iter=1))):
@@ -31,7 +36,7 @@ def pap_steps(model, images):
 
 
 def with_pap(model, **settings):
-    """Return the model as a function with the same weights and other settings of PAP."""
+    """Return a function of images: the model with the same weights and other settings of PAP."""
     def changed(images):
         with every_pap(**settings):
             return model(images)
@@ -39,10 +44,11 @@ def with_pap(model, **settings):
 
 
 def straight_through(model, slope=1.0):
-    """Return the model with the same outputs, but gradient `slope` through the soft threshold.
+    """Return the model with the same outputs, whose soft threshold has gradient `slope` everywhere.
 
-    The true slope is 1 where S is not 0, else 0. slope=1 acts as the identity everywhere. With
-    slope=0, S is a constant, so K - S passes all of K's gradient, also where K is clamped.
+    The threshold computes S, the sparse part of the keys K. Its true slope is 1 where S is not 0,
+    else 0. With slope=1, the threshold has the gradient of the identity. With slope=0, S counts as
+    a constant, so K - S passes the full gradient to K, also where the threshold clamps K.
     """
     def shrink(x, tau):
         return soft_threshold(x, tau).detach() + slope * (x - x.detach())
@@ -58,11 +64,12 @@ def smooth_shrink(x, tau):
 
 
 def gradient_models(model, images):
-    """Return models whose gradients can lead where the model hides its own: `surrogates` of `apgd`.
+    """Return models that provide gradients where the model's own gradient is hidden.
 
-    All have the model's weights: two straight-through models, one with a smooth threshold, one that
-    never shrinks, one that stops after half the steps. The list is empty for a model without
-    RPC-Attention. images: one or more images that the model accepts.
+    The models are for the argument `surrogates` of `apgd`. All have the same weights: two
+    straight-through models, one with a smooth threshold, one where S stays 0, and one that stops
+    after half the steps. The list is empty for a model without RPC-Attention. images: one or more
+    images that the model accepts.
     """
     steps = pap_steps(model, images)
     if not steps:
@@ -79,10 +86,10 @@ def gradient_models(model, images):
 @torch.no_grad()
 def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None,
                  rel_step=0.15, random_start=True, clip=True, seed=0, index=None):
-    """Run PGD along the true gradient, then, where it fails, along both straight-through ones.
+    """Run PGD along the true gradient; where PGD fails, follow both straight-through gradients.
 
-    Returns for each image the result that fools the model or, if none does, the result with the
-    smallest margin. A model without RPC-Attention gets plain PGD. Settings: as in `pgd`.
+    Returns for each image the result that fools the model or, if no result does, the result with
+    the smallest margin. A model without RPC-Attention gets plain PGD. Settings: as in `pgd`.
     """
     settings = dict(steps=steps, alpha=alpha, rel_step=rel_step, random_start=random_start,
                     clip=clip, seed=seed)
@@ -106,7 +113,7 @@ def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = 
 
 def adaptive_apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce",
                   steps: int = 100, clip=True, seed=0, index=None):
-    """Run `apgd` along the model's own gradient, then, where it fails, along `gradient_models`."""
+    """Run `apgd` with the model's own gradient; where it fails, follow `gradient_models`."""
     return apgd(model, images, labels, eps, loss=loss, steps=steps, clip=clip, seed=seed,
                 index=index, surrogates=gradient_models(model, images))
 
@@ -114,7 +121,7 @@ def adaptive_apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "c
 def adaptive_autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100,
                         queries: int = 5000, num_targets: int = 9, batch_size=500, clip=True,
                         seed=0, index=None, trace=None, progress=False):
-    """Run `autoattack` with adaptive APGD: the worst case over all attacks of this folder."""
+    """Run `autoattack`; its APGD-CE and APGD-T also follow `gradient_models`."""
     return autoattack(model, images, labels, eps, steps=steps, queries=queries,
                       num_targets=num_targets, surrogates=gradient_models(model, images),
                       batch_size=batch_size, clip=clip, seed=seed, index=index, trace=trace,

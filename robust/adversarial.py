@@ -1,4 +1,4 @@
-"""Adversarial training (Madry et al. 2018): each batch is trained on as PGD changes it."""
+"""Adversarial training (Madry et al. 2018): PGD changes each batch before the training step."""
 
 import torch
 
@@ -7,13 +7,15 @@ from robust.attacks import pgd
 
 
 def adversarial(model, images, targets, first, args):
-    """Return the images after --adv_steps steps of PGD within --adv_eps, to train on.
+    """Return adversarial images to train on: --adv_steps steps of PGD within --adv_eps.
 
-    model: the network, compiled or under autocast as the caller trains it, but not in DDP, whose
-    forward pass expects a backward pass. The model is in eval mode during the attack. images: (b,
-    3, S, S); pixels outside [0, 1], which random erasing makes, are clamped first. targets: (b, K)
-    probabilities, the training targets. first: the number of the first sample in the
-    whole run; the random start depends on (seed, sample number) alone.
+    model: the network, compiled or under autocast as in training. Pass the network itself, without
+        its DDP wrapper, because DDP expects a backward pass after each forward pass. The model is
+        in eval mode during the attack and in train mode afterwards.
+    images: (b, 3, S, S). Random erasing makes pixels outside [0, 1]; they are clamped first.
+    targets: (b, K) probabilities, the training targets.
+    first: the number of the batch's first sample, counted from the start of the run. The random
+        start of PGD depends on (seed, sample number) alone.
     """
     index = torch.arange(first, first + len(images), device=images.device)
     model.eval()

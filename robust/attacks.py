@@ -4,19 +4,21 @@ An attack is a function attack(model, images, labels, eps, ...) that returns adv
   model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes).
             A module in train mode is an error: call model.eval() first
   images    (B, 3, H, W) float32 in [0, 1], on the model's device; never changed
-  labels    (B,) int64, the classes that the attack leads away from: true classes or predictions
+  labels    (B,) int64, the true classes (or predictions), which the attack tries to change
   eps       budget in pixel units, for example 8/255: a number or a tensor that broadcasts to images
-  clip      True: adversarial pixels stay in [0, 1]; False: they may leave it (the paper's code)
+  clip      True: adversarial pixels stay in [0, 1]; False: they may leave this range (as in the
+            paper's code)
   seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch
-Parameters and their .grad stay unchanged (frozen parameters are faster); the result is detached.
-Logits in half precision are widened to float32 before a loss or a margin is computed.
-Teo & Nguyen 2024, sections 4.1, A.2; the docstrings name the sources.
+The model's parameters and their .grad stay unchanged; an attack is faster if you freeze the
+parameters. The result is detached. Half-precision logits are widened to float32 before a loss or
+margin is computed. The paper (Teo & Nguyen 2024) lists the attacks in sections 4.1 and A.2; each
+docstring names the source of its attack.
 
     adv = pgd(model, images, labels, 8 / 255)
-    robust = model(adv).argmax(1) == labels       # wrong images without an attack are not robust
+    robust = model(adv).argmax(1) == labels       # False also for images that were wrong before
 
-A new attack is such a function and an entry in ATTACKS (eval_robust.py). `robust.evaluate` passes
-eps, seed, index and clip if the signature names them; its other keywords are settings.
+To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py. eps, seed,
+index and clip are passed if the function's signature names them; its other keywords are settings.
 """
 
 import math
@@ -90,13 +92,13 @@ def per_image(images, eps):
 
 
 def select_rows(state, on):
-    """Cut a namespace of tensors to the rows where on (B,) is True: finished images leave."""
+    """Return a namespace of tensors with only the rows where `on`, (B,) bool, is True."""
     rows = on.nonzero()[:, 0]
     return SimpleNamespace(**{name: t[rows] for name, t in vars(state).items()})
 
 
 def noise_like(images, index, *key):
-    """Return uniform numbers in [-1, 1), shaped as images, from (key, image number) alone."""
+    """Return uniform numbers in [-1, 1), shaped as images, set by (key, image number) alone."""
     index = image_numbers(images, index)
     return (2 * uniform(index, images[0].numel(), *key) - 1).view_as(images)
 
@@ -107,7 +109,7 @@ def check_counts(**options):
     """Raise InputError unless every option is a whole number above 0, for example steps."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name}={value}, expected a whole number from 1")
+            raise InputError(f"{name}={value}, expected a whole number of at least 1")
 
 
 def check_positive(**options):
@@ -124,7 +126,7 @@ def check_word(name, value, *known):
 
 
 def check_inputs(model, images, eps=0.0, clip=True):
-    """Raise an error for a module in train mode, and for pixels or budgets of another scale.
+    """Raise an error for a module in train mode, and for pixels or budgets outside [0, 1].
 
     clip=False allows images outside [0, 1], such as normalised images, and any eps.
     """
@@ -141,10 +143,10 @@ def check_inputs(model, images, eps=0.0, clip=True):
 def check_logits(logits):
     """Raise InputError for logits whose cross-entropy has no useful gradient."""
     if not logits.isfinite().all():
-        raise InputError("the model returns logits that are not finite")
+        raise InputError("the model returns logits that are not finite (inf or nan)")
     if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
         raise InputError("the model returns probabilities (rows sum to 1), "
-                         "expected logits, from before the softmax")
+                         "expected logits, the values before the softmax")
 
 
 @torch.no_grad()
@@ -176,9 +178,10 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
         random_start=True, clip=True, seed=0, index=None, purpose=START):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
-    alpha: the step in pixel units, for example 2/255, as in torchattacks; None: rel_step * eps.
-    random_start: begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: of the random
-    numbers, a constant of data/rng.py. Returns the last iterate. For restarts see `restarted`.
+    alpha: the step size in pixel units, for example 2/255, as in torchattacks; None: rel_step *
+    eps. random_start: begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant
+    of data/rng.py, part of the key of the random numbers. Returns the last iterate. For restarts
+    see `restarted`.
     Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
@@ -197,9 +200,10 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
 
 
 def restarted(attack, restarts):
-    """Return the attack with restarts: it attacks again, with another seed, unfooled images.
+    """Return the attack with restarts: images that survive one run are attacked again.
 
-    attack: any attack with the keywords seed and index. The first run is the attack's own.
+    attack: any attack with the keywords seed and index. restarts: the total number of runs. The
+    first run uses the given seed, each later run another seed.
     """
     check_counts(restarts=restarts)
 
@@ -229,8 +233,9 @@ def noise(model, images, labels, scale=0.068, *, kind: Literal["uniform", "gauss
           best_of: int = 1, draw=0, clip=True, seed=0, index=None):
     """Add noise: x + U(-scale, scale) or, with kind "gaussian", x + N(0, scale^2).
 
-    scale: half width or standard deviation, in pixel units. best_of: try so many draws and keep the
-    worst for each image. draw: another number gives other noise.
+    scale: the half width (uniform) or the standard deviation (gaussian), in pixel units. best_of:
+    the number of draws that are tried; for each image the draw with the smallest margin is kept.
+    draw: a different number gives different noise.
     """
     check_word("kind", kind, "uniform", "gaussian")
     check_counts(best_of=best_of)
@@ -251,9 +256,9 @@ def noise(model, images, labels, scale=0.068, *, kind: Literal["uniform", "gauss
 # --- SPSA: L-infinity, without gradients ---------------------------------------------------------
 
 def adam(grad, m, v, t, lr):
-    """Return step t = 1, 2, ... of Adam (Kingma & Ba 2015, default betas); subtract it.
+    """Return the change that Adam subtracts in step t = 1, 2, ... (Kingma & Ba 2015).
 
-    m, v: the moments, updated in place.
+    The betas are the default ones. m, v: the moments, updated in place.
     """
     m.lerp_(grad, 0.1)                                          # m = 0.9 m + 0.1 g
     v.mul_(0.999).addcmul_(grad, grad, value=0.001)             # v = 0.999 v + 0.001 g^2
@@ -263,8 +268,9 @@ def adam(grad, m, v, t, lr):
 def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at centre c; the result is shaped as centre.
 
-    mean_r (m(c + delta v_r) - m(c - delta v_r)) / (2 delta) v_r, where v_r, r = 1 ... pairs, holds
-    one random sign per entry. One random number provides 16 signs, its bits. delta is 0.01.
+    The estimate is mean_r (m(c + delta v_r) - m(c - delta v_r)) / (2 delta) v_r, over r = 1 ...
+    pairs, with delta = 0.01. v_r contains one random sign per entry. 16 bits of one random number
+    provide 16 signs.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
@@ -287,10 +293,10 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
          centre: Literal["iterate", "legacy"] = "iterate", clip=True, seed=0, index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
-    The start is x + U(-eps, eps). centre "legacy": estimate around 2x in every step, as cleverhans
-    4.0.0 does. An image costs up to 2 * pairs * steps = 10,240 forward passes, so it leaves as soon
-    as its iterate is misclassified, and that iterate is returned. Images that are wrong before stay
-    unchanged.
+    The start is x + U(-eps, eps). centre: "iterate" estimates the gradient at the current image;
+    "legacy" estimates it at 2x in every step, as cleverhans 4.0.0 does. One image costs up to 2 *
+    pairs * steps = 10,240 forward passes. So an image is finished as soon as its iterate is
+    misclassified; this iterate is returned. Images that were misclassified before stay unchanged.
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
     check_word("centre", centre, "iterate", "legacy")
@@ -302,7 +308,8 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
     s = SimpleNamespace(row=torch.arange(len(x), device=x.device), labels=labels, index=index,
                         x=x, low=low, high=high, m=torch.zeros_like(x), v=torch.zeros_like(x))
 
-    # Choose the number of images whose probes, 32 each, fit the cache or the GPU's memory.
+    # Choose how many images to process together. 16 sign vectors make 32 probes per image, and all
+    # probes must fit into the CPU's cache or the GPU's memory.
     values = 3 * 2 ** 17 if x.device.type == "cpu" else 2 ** 26
     size = max(1, values // x[0].numel() // 32)
     adv = images.clone()
@@ -328,10 +335,10 @@ def project_l1(v, radius):
     """
     radius = torch.as_tensor(radius, dtype=v.dtype, device=v.device).view(-1, 1)
     u = v.flatten(1).abs().sort(1, descending=True).values
-    excess = u.cumsum(1) - radius                                           # of the j largest
+    excess = u.cumsum(1) - radius                      # column j - 1: for the j largest entries
     j = torch.arange(1, u.shape[1] + 1, device=v.device)
     rho = (j * u > excess).sum(1, keepdim=True).clamp(min=1)           # last u_j > excess_j / j
-    theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)                  # 0: inside already
+    theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)            # 0: v is already inside
     return soft_threshold(v, theta.view(-1, *[1] * (v.ndim - 1)))
 
 
@@ -339,9 +346,9 @@ def project_l1(v, radius):
 def sld(model, images, labels, l1=10.0, *, steps: int = 20, rescale=False, clip=True):
     """Sparse L1 descent: a step spends l1 / 10 equally on the largest 1 % of grad CE's entries.
 
-    l1: bound of ||x_adv - x||_1, summed over all pixels and channels; at 224 px, 10 is 1/15000 per
-    entry, so try 10, 50, 100. rescale: shrink the move to the L1 ball, as cleverhans does, instead
-    of projecting it.
+    l1: the bound of ||x_adv - x||_1, summed over all pixels and channels. At 224 px, 10 is a mean
+    change of 1/15000 per entry, so try 10, 50 and 100. rescale: True scales the move down to the L1
+    ball, as cleverhans does, instead of projecting it.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
@@ -361,16 +368,16 @@ def sld(model, images, labels, l1=10.0, *, steps: int = 20, rescale=False, clip=
             v = project_l1(v, l1)
         adv = images + v.view_as(images)
         adv = adv.clamp(0, 1) if clip else adv
-    return images + soft_threshold(adv - images, 2.0 ** -22)   # rounding must not exceed l1
+    return images + soft_threshold(adv - images, 2.0 ** -22)  # rounding must not exceed l1
 
 
 def cw_round(model, images, labels, c, confidence, steps, lr):
     """Run Adam on ||x' - x||^2 + c max(margin + confidence, 0), x' = (tanh(w) + 1) / 2. c: (B,).
 
     The start is x' = x. Returns the nearest successful iterates and their squared distances (B,),
-    inf where no iterate succeeded. An image leaves when its loss fell by less than 2 % within a
-    tenth of the steps. The authors stop the whole batch at 0.01 %; this rule takes a third of the
-    time, and distances grow by 1 %.
+    inf where no iterate succeeded. An image is finished when its loss fell by less than 2 % within
+    a tenth of the steps. The authors' code stops the whole batch at 0.01 %. Our rule needs a third
+    of the time, and the distances are 1 % larger.
     """
     far = torch.full_like(c, math.inf)
     found, distance = images.clone(), far.clone()
@@ -406,11 +413,11 @@ def cw(model, images, labels, *, confidence=0.0, steps: int = 1000, lr=5e-3,
        search_steps: int = 5, c0=1e-2, clip=True):
     """Carlini & Wagner's L2 attack: find the nearest images with a margin below -confidence.
 
-    There is no budget: report distances. c, the weight of fooling the model, is searched per image:
-    from c0 it grows tenfold until a round succeeds, then the interval is halved. Every round begins
-    at the clean image. The result is always in [0, 1]. clip=False accepts images outside [0, 1] and
-    clamps them first, as cleverhans does with normalised images. Images that are never fooled stay
-    unchanged.
+    The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
+    against distance. The attack searches c per image: c starts at c0 and grows tenfold until a
+    round succeeds, then bisection refines it. Every round begins at the clean image. The result is
+    always in [0, 1]. clip=False accepts images outside [0, 1] and clamps them first, as cleverhans
+    does with normalised images. An image for which every round fails stays unchanged.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
     check_counts(steps=steps, search_steps=search_steps)

@@ -1,10 +1,10 @@
 """AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
 attacks.py describes the arguments and the result of an attack. The standard version of AutoAttack
-(`fra31/auto-attack`) runs APGD-CE, APGD-T, FAB-T and Square, in this order; each attacks the images
-that are still robust. Misclassified images are not attacked. An attack that fails returns the clean
-image. Finished images leave the batch at fixed steps, so the result for an image does not depend on
-the other images of its batch.
+(`fra31/auto-attack`) runs APGD-CE, APGD-T, FAB-T and Square, in this order. Each attack gets the
+images that are still robust, that is, classified correctly after all attacks before it. An attack
+that fails returns the clean image. Finished images leave the batch at fixed steps, so the result
+for an image does not depend on the rest of its batch.
 
     adv = autoattack(model, images, labels, 8 / 255)
 """
@@ -70,10 +70,11 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
          steps: int = 100, surrogates=(), clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
-    targets: (B,) int64. surrogates: models whose gradients are followed, in turn, where the model's
-    own gradient failed. draw: another number gives another random start. Source:
-    `fra31/auto-attack:autoattack/autopgd_base.py`. There an image takes all steps and its last
-    misclassified iterate is returned; here it leaves at the next multiple of ten steps.
+    targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
+    follows the gradient of each surrogate in turn. draw: a different number gives a different
+    random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. The source takes all steps
+    for every image. Here a misclassified image leaves the batch at the next multiple of ten steps.
+    Both return the last misclassified iterate.
     """
     check_counts(steps=steps)
     check_word("loss", loss, "ce", "dlr")
@@ -94,9 +95,10 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
 
 
 def climb(model, source, objective, s, steps, adv, robust):
-    """Climb the model's loss along the gradient of `source`, from the rows s of `apgd`'s state.
+    """Raise the model's loss along the gradient of the model `source`.
 
-    Where the model is fooled, writes the image to adv, (B, 3, H, W), and False to robust, (B,).
+    s: the state from `apgd`, one row per image. For every image that fools the model, the function
+    writes the adversarial image to adv, (B, 3, H, W), and False to robust, (B,).
     """
     evaluate_point(s, model, source, objective)
     s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
@@ -120,7 +122,8 @@ def climb(model, source, objective, s, steps, adv, robust):
         s.rises = s.rises + (s.loss > last_loss)
         keep_best(s)
 
-        # Halve step sizes at checkpoints, which come ever closer. Every tenth step, images leave.
+        # Halve step sizes at checkpoints; the distance between checkpoints falls. Remove the fooled
+        # images every tenth step.
         if i + 1 == checkpoint:
             halve(s, window)
             window = max(window - shrink, least)
@@ -152,10 +155,11 @@ def keep_best(s):
 
 
 def halve(s, window):
-    """Halve the step and return to the best point where the last `window` steps did not help.
+    """Halve the step of each image that made no progress, and restart it from its best point.
 
-    They did not help if the loss rose in at most three of four steps, or if the step was not halved
-    at the last checkpoint and the loss has no new maximum.
+    An image made no progress if its loss rose in at most three quarters of the last `window` steps.
+    The same holds if its step was not halved at the last checkpoint and its largest loss is still
+    the same.
     """
     few_rises = s.rises <= 0.75 * window
     no_gain = ~s.halved & (s.checked_loss >= s.best_loss)
@@ -169,9 +173,9 @@ def halve(s, window):
 @torch.no_grad()
 def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True,
            seed=0, index=None):
-    """Run APGD on the targeted DLR loss, once per class of the num_targets likeliest wrong classes.
+    """Run APGD on the targeted DLR loss, once for each of the num_targets likeliest wrong classes.
 
-    surrogates: as in `apgd`, within each run.
+    surrogates: as in `apgd`; they are tried for every target class.
     """
     check_counts(num_targets=num_targets)
     logits = clean_logits(model, images, eps, clip)
@@ -190,14 +194,17 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
 def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
-    """Return the move d, (B, n), of smallest max|d| with <w, v + d> = b and low <= v + d <= high.
+    """Return d, (B, n), with the smallest max|d| such that <w, v + d> = b, low <= v + d <= high.
 
-    v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound. A move of
-    every coordinate by lam, or to its bound, lowers <w, v> by D(lam) = sum_j |w_j| min(lam,
-    room_j). D is concave and piecewise linear, so Newton's method from below reaches D(lam) = c
-    exactly, in 3 to 6 rounds. (`fra31/auto-attack:autoattack/fab_projections.py` sorts and bisects:
-    the same d, slower.) rounds: Newton steps between two tests of convergence, which stall a GPU;
-    additional steps do not change d.
+    v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
+    rounds: Newton steps per test of convergence. Each test stalls a GPU, and additional steps do
+    not change d, so a GPU takes more steps per test.
+
+    Method: move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v>
+    by D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
+    from below reaches D(lam) = c exactly, in 3 to 6 rounds. The source,
+    `fra31/auto-attack:autoattack/fab_projections.py`, sorts and bisects; its d is the same, but it
+    is slower.
     """
     rounds = rounds or (1 if v.device.type == "cpu" else 8)
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
@@ -209,7 +216,7 @@ def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
     while True:
         before = lam
         for _ in range(rounds):
-            # lam depends on which coordinates reach their bound; their set only grows.
+            # Coordinates with room <= lam reach their bound; as lam grows, more of them do.
             used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
             slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
             lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
@@ -226,10 +233,13 @@ def within(adv, images, eps):
 def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, clip=True):
     """Find the nearest adversarial images with FAB-T.
 
-    Returns adv, shaped as images, and the L-infinity distances (B,). If none was found or the model
-    was wrong before, adv is the clean image and the distance is inf. enough: an image is finished
-    when its pixels moved by at most this; a number or a tensor, as eps. Source:
+    enough: a distance, a number or a tensor as eps. The search for an image ends when an
+    adversarial image within this distance is found. Source:
     `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
+
+    Returns:
+        adv, shaped as images, and the L-infinity distances (B,). If no adversarial image was found,
+        or if the clean image is misclassified, adv is the clean image and the distance is inf.
     """
     check_counts(steps=steps, num_targets=num_targets)
     logits = clean_logits(model, images, enough, clip)
@@ -253,7 +263,7 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
 
 
 def fab_step(s, model, targets, low, high):
-    """Step across the boundary to the target class, linearised at s.x, and stay near s.x0."""
+    """Step across the boundary to the target class (linearised at s.x), and stay near s.x0."""
     _, h, w = input_gradient(partial(target_margin, targets=targets), model, s.x, s.labels)
     x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
     b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
@@ -266,7 +276,8 @@ def fab_step(s, model, targets, low, high):
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
     x = x.clamp(low, high).view_as(s.x)
 
-    # Keep fooling points that are nearer than before; a fooling point moves back towards x0.
+    # Keep a point that fools the model and is nearer than before. Continue from a point that is
+    # closer to x0 than any point that fools the model.
     fooled = forward(model, x).argmax(1) != s.labels
     away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)
@@ -287,7 +298,7 @@ def fab_t(model, images, labels, eps, *, seed=0, index=None, **options):
 
 # --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
 
-EVERY = 50                                      # images leave after so many queries
+EVERY = 50                                      # finished images leave every 50 queries
 
 
 @torch.no_grad()
@@ -295,10 +306,10 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
            clip=True, seed=0, index=None):
     """Set random squares to +-eps, one random sign per channel; keep those that lower the margin.
 
-    The attack uses forward passes only. Source: `fra31/auto-attack:autoattack/square.py`. There all
-    images of a batch share place and signs; here each image has its own. Images leave the batch
-    every fifty queries. batch_size: images per forward pass (default: all); pass all images at
-    once, so that batches stay full.
+    The attack uses forward passes only. Finished images leave the batch every fifty queries.
+    batch_size: images per forward pass (default: all). Pass all images at once, so that batches
+    stay full. Source: `fra31/auto-attack:autoattack/square.py`. In the source all images of a batch
+    share the place and the signs of a square; here each image has its own.
     """
     check_counts(queries=queries, batch_size=batch_size or 1)
     logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
@@ -333,10 +344,11 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
 
 
 def random_square(place, query, H, W):
-    """Return the mask of a square, (B, 1, H, W) bool, with its corner at place (B, 2) in [0, 1).
+    """Return the mask of a square, (B, 1, H, W) bool.
 
-    The square's share of the image falls with the number of queries. As in the source, the square
-    never touches the last row and column.
+    place: (B, 2) in [0, 1), the corner: 0 is the top or left end of its range. The square becomes
+    smaller as the number of queries grows. The square never touches the last row and column, as in
+    the source.
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
@@ -348,7 +360,7 @@ def random_square(place, query, H, W):
 
 
 def leave(s, adv):
-    """Write the finished images of `square` to adv; return the state of the others."""
+    """Write the finished images of `square` to adv; return the state of the unfinished images."""
     fooled = s.margin < 0
     adv[s.row[fooled]] = s.best[fooled]
     return select_rows(s, ~fooled)
@@ -362,11 +374,11 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
                trace=None, progress=False):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    Pass all images at once so that batches stay full. An attack succeeds where a separate forward
-    pass misclassifies its result. trace: a list that receives dict(stage, robust (B,) bool) for
-    "clean" and after every stage. progress: show a bar per stage. surrogates: for APGD-CE and
-    APGD-T, as in `apgd`; the standard version uses an empty tuple. InputError for fewer than 4
-    classes.
+    Pass all images at once so that batches stay full. An image counts as fooled when a separate
+    forward pass misclassifies the attack's result. trace: a list that receives dict(stage, robust
+    (B,) bool) for "clean" and after every stage. progress: show a bar per stage. surrogates: for
+    APGD-CE and APGD-T, as in `apgd`; the standard version has no surrogates. InputError for fewer
+    than 4 classes.
     """
     check_counts(batch_size=batch_size)
     stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
@@ -375,7 +387,7 @@ def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries:
               "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
               "square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
-    targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises for few classes
+    targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises an error for fewer than 4 classes
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     trace = [] if trace is None else trace
     robust = logits.argmax(1) == labels

@@ -1,10 +1,10 @@
-"""Check whether a model's robust accuracy can be believed: eval_robust.py --checks.
+"""Check whether a model's robust accuracy is reliable: eval_robust.py --checks.
 
-An attack that fails proves nothing: its gradients may mislead it, or it may stop too early. Each of
-five checks prints PASS or FAIL and its numbers. FAIL means that attacks along the gradient
-overstate how robust the model is (Athalye et al. 2018, Carlini et al. 2019;
+An attack that fails does not prove that a model is robust. Its gradients may be misleading, or it
+may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means that attacks
+along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et al. 2019;
 `fra31/auto-attack:autoattack/checks.py`). --measures sets PGD, for example "pgd steps=40". Checks 2
-to 4 use the budget at which PGD leaves the share of images that is nearest to half.
+to 4 use the budget at which the accuracy under PGD is nearest to half of the clean accuracy.
 """
 
 import time
@@ -27,24 +27,27 @@ def is_right(model, images, labels):
 
 
 def share_of(flags):
-    """Return the share of True in per cent."""
+    """Return the percentage of True in `flags`."""
     return 100 * flags.cpu().double().mean().item()       # mps has no float64
 
 
 def noise_level(n):
-    """Return how many of n images may differ by chance: one, and one in a hundred."""
+    """Return how many of n images may differ by chance: one image plus 1 % of n."""
     return 1 + n / 100
 
 
 def listed(values, digits=1):
-    """Write numbers in a line."""
+    """Return the numbers as text, separated by spaces."""
     return " ".join(f"{value:.{digits}f}" for value in values)
 
 
-# --- the checks: each returns ({condition: whether it holds}, evidence) ---------------------------
+# --- the checks: each returns ({condition: bool}, evidence), a text with numbers ------------------
 
 def sweep_to_zero(model, x, y, options):
-    """Check 5: accuracy falls to zero with the budget; CW, without a budget, fools every image."""
+    """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools all images.
+
+    Also returns {budget: number of correctly classified images after PGD}.
+    """
     left = [is_right(model, pgd(model, x, y, eps, **options), y) for eps in BUDGETS]
     all_grey = is_right(model, pgd(model, x, y, 1.0, **{**options, "steps": 40}), y)
     few, labels = x[:FEW], y[:FEW]
@@ -63,7 +66,7 @@ def sweep_to_zero(model, x, y, options):
 
 
 def gradients(model, x, y):
-    """Check 1: the logits repeat, the loss has a gradient on every image and rises along it."""
+    """Check 1: logits repeat, every image has a gradient, and the mean loss rises along it."""
     calls = torch.stack([forward(model, x) for _ in range(5)])
     _, _, grad = input_gradient(cross_entropy, model, x, y)
     zero = (grad == 0).flatten(1)
@@ -98,9 +101,10 @@ def steps_and_restarts(model, x, y, eps, options):
 
 
 def rivals(model, x, y, eps, others, options):
-    """Checks 3 and 4: no other attack fools images that attacks along the gradient leave.
+    """Checks 3 and 4: other attacks fool no more images than attacks along the gradient.
 
-    others: {name: attack of (x, y)}. APGD-T needs four classes and is left out for fewer.
+    others: {name: function of (x, y) that returns adversarial images}. The attacks along the
+    gradient are PGD, APGD and APGD-T. APGD-T is left out for models with fewer than four classes.
     """
     x, y = x[:FEW], y[:FEW]
     direct = is_right(model, pgd(model, x, y, eps, **options), y)
@@ -122,8 +126,9 @@ def rivals(model, x, y, eps, others, options):
 def run_checks(model, x, y, name="", twin=None, options=None):
     """Run and print all five checks of a classifier. Returns [(number, passed, claim, evidence)].
 
-    x: (B, 3, H, W) test images in [0, 1], 48 are enough; y: (B,). twin: a softmax-attention model,
-    for transfer. options: settings of `pgd`.
+    x: (B, 3, H, W) test images in [0, 1]; 48 images are enough. y: (B,) labels. twin: a
+    softmax-attention model; adversarial images for it are tried on `model` in check 4. options:
+    settings of `pgd`.
     """
     results, start, options = [], time.perf_counter(), options or {}
     print(f"checks on {name}, {len(y)} images", flush=True)

@@ -2,15 +2,16 @@
 
 Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/make_imagenet_c.py`
 (224 px), `make_tinyimagenet_c.py` (64 px), `make_cifar_c.py` (32 px), and for other sizes
-`bethgelab/imagecorruptions`, which take one PIL image at a time. Here
+`bethgelab/imagecorruptions`. The sources take one PIL image at a time; this file takes a batch:
 
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
-A corruption is a function of (images, the severity's constants, its random numbers) and an entry in
-CORRUPTIONS, at the end of this file. The random numbers of an image depend on (seed, corruption,
-severity, index) alone: batch size, order, worker, process and device change nothing. The rest is
-deterministic and agrees with the sources within one grey level (tests/test_corruptions.py). Inside,
-pixels are float32 grey levels, 0 to 255. Results are truncated, not rounded, as in the sources.
+To add a corruption, write a function of (images, the severity's constants, random numbers) and add
+an entry to CORRUPTIONS, at the end of this file. The random numbers of an image depend on (seed,
+corruption, severity, index) alone: batch size, order, worker, process and device change nothing.
+For the same random numbers, the result agrees with the sources within one grey level
+(tests/test_corruptions.py). The functions compute with float32 grey levels, 0 to 255. Results are
+truncated, not rounded, as in the sources.
 """
 
 import math
@@ -29,23 +30,24 @@ from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, mo
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
-# ImageNet-C's 15 types in its order. Means and mCE are taken over these, not over new types.
+# ImageNet-C's 15 corruptions, in ImageNet-C's order. Means and mCE are taken over these 15; a
+# corruption that you add does not change them.
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
 
 
 # --- noise ----------------------------------------------------------------------------------------
-# Below, u(n) returns (B, n) uniform numbers in [0, 1), c is the severity's entry in CONSTANTS, and
-# images are uint8.
+# In all functions below, images are uint8 and c is the severity's entry in CONSTANTS. In a draw
+# function, u(n) returns (B, n) uniform numbers in [0, 1); elsewhere u holds one number per value.
 
 def draw_values(u, H, W, c):
-    """Draw one uniform number per value of the images."""
+    """Draw one uniform number per pixel and channel: (B, 3, H, W)."""
     return u(3 * H * W).view(-1, 3, H, W)
 
 
 def gaussian_noise(images, c, u):
-    """Add N(0, c)."""
+    """Add Gaussian noise of standard deviation c, where white is 1."""
     return quantise(normal(u).mul_(255 * c).add_(images))
 
 
@@ -62,13 +64,16 @@ def shot_table(photons, device):
 
 
 def shot_noise(images, c, u):
-    """Draw Poisson(c * x) / c by inversion; probabilities are multiples of 2^-16."""
+    """Replace x by a draw of Poisson(c * x) / c, by table lookup; white is 1.
+
+    Probabilities are rounded to multiples of 2^-16.
+    """
     index = images.int().mul_(2 ** 16).add_((u * 2 ** 16).int())
     return shot_table(c, images.device).index_select(0, index.flatten()).view_as(images)
 
 
 def impulse_noise(images, c, u):
-    """Set a share c of the values, drawn per channel, to 0 or 255."""
+    """Set a share c of the values to 0 or 255, each channel of a pixel independently."""
     return images.masked_fill(u < c, 255).masked_fill_(u < c / 2, 0)
 
 
@@ -77,9 +82,9 @@ def impulse_noise(images, c, u):
 def defocus_blur(images, c):
     """Convolve with a disk; the image is reflected at its border pixels.
 
-    As in the source, some kernels sum to slightly less than 1, so white becomes 254. Float32 is too
-    coarse for this difference. So pixels of equal weight are added first, which is exact, and then
-    weighted in float64 (float32 on mps).
+    Some kernels sum to slightly less than 1, as in the source, so white becomes 254. Float32 is too
+    coarse for this difference. So pixels of equal weight are added first, which is exact in
+    float32. Then the sums are weighted in float64 (float32 on mps).
     """
     H, W = images.shape[2:]
     kernel = disk(*c)
@@ -96,9 +101,12 @@ def defocus_blur(images, c):
 
 
 def draw_glass_blur(u, H, W, c):
-    """Draw shifts dy * W + dx of pixels d + 1 to side - d: (B, rounds, H - 2d, W - 2d) int64."""
+    """Draw shifts dy * W + dx, (B, rounds, H - 2d, W - 2d) int64, with dy and dx from -d to d - 1.
+
+    Pixels near the border, rows and columns 0 to d and the last d - 1, are not shifted.
+    """
     d = c[1]
-    u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)               # one number for dy and dx
+    u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)               # dy and dx from one number
     dy, dx = u.floor() - d, u.frac().mul_(2 * d).floor_() - d
     return dy.mul_(W).add_(dx).long().view(-1, c[2], H - 2 * d, W - 2 * d)
 
@@ -106,10 +114,11 @@ def draw_glass_blur(u, H, W, c):
 def glass_blur(images, c, shift):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
-    The source scans from the last pixel to the first and copies the pixel at its shift to each
-    pixel. (It intends to swap the two, but swaps two views of one array.) A pixel that was scanned
-    before has itself received a copy, so the copies form a chain. Pointer doubling follows the
-    chain; a chain continues with probability < 0.43, so 32 steps are enough.
+    The source visits the pixels from the last to the first. It overwrites each pixel with the
+    pixel at a random shift. (It intends to swap the two, but swaps two views of one array.) If the
+    shifted pixel was visited earlier, it was itself overwritten, so the copies form a chain.
+    Pointer doubling follows the chain for 32 steps. A chain continues with probability < 0.43 per
+    step, so 32 steps are enough.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
@@ -119,7 +128,7 @@ def glass_blur(images, c, shift):
     source = here
     for step in shift.unbind(1):
         target = here + F.pad(step, border).flatten(1)
-        before = (target > here) & inside.gather(1, target)                   # scanned earlier
+        before = (target > here) & inside.gather(1, target)                   # visited earlier
         chain = torch.where(before, target, here)
         for _ in range(5 if d > 1 else 0):                                   # no chains for d = 1
             chain = chain.gather(1, chain)
@@ -135,21 +144,22 @@ def draw_motion_blur(u, H, W, c):
 
 
 def motion_blur(images, c, angle):
-    """Smear along a line."""
+    """Smear along a line. angle: (B,), in degrees."""
     return quantise(motion(images.float(), *c, angle))
 
 
 def cropped(side, factor):
-    """Return the pixels of a side that stay visible after zooming in."""
+    """Return how many pixels of a side stay visible after zooming in by `factor`."""
     return math.ceil(side / float(factor))
 
 
 def zoom_blur(images, c):
-    """Average the image and its zooms about the centre."""
+    """Average the image and enlarged copies of its centre."""
     H, W = images.shape[2:]
     x = images.float()
     total = x.clone()
-    factors = np.arange(1, *c).tolist()            # at 224, severity 1: with 1.11, as in the source
+    # By rounding, arange(1, 1.11, 0.01) includes the end 1.11 (severity 1), as in the source.
+    factors = np.arange(1, *c).tolist()
     for f in factors:
         h, w = cropped(H, f), cropped(W, f)
         top, left = (H - h) // 2, (W - w) // 2
@@ -160,14 +170,17 @@ def zoom_blur(images, c):
 # --- weather --------------------------------------------------------------------------------------
 
 def draw_snow(u, H, W, c):
-    """Draw the visible part of a standard normal field, and an angle in degrees."""
+    """Draw the visible part of a standard normal field, (B, h, w), and angles (B,) in degrees."""
     h, w = cropped(H, c[2]), cropped(W, c[2])
     u = u(h * w + 1)
     return normal(u[:, 1:]).view(-1, h, w), u[:, 0] * 90 - 135
 
 
 def snow(images, c, field, angle):
-    """Whiten the image and add flakes: zoomed, thresholded, smeared noise, and the same rotated."""
+    """Whiten the image, then add flakes: zoomed, thresholded and smeared noise.
+
+    The flakes are added twice, the second time rotated by 180 degrees.
+    """
     mean, std, zoom, threshold, radius, sigma, keep = c
     flakes = enlarge((field * std + mean)[:, None], zoom, *images.shape[2:])
     flakes = flakes.masked_fill(flakes < threshold, 0).clamp(0, 1)
@@ -189,12 +202,15 @@ def draw_frost(u, H, W, c, frost_dir=None):
 
 
 def frost(images, c, texture):
-    """Compute the weighted sum with a photograph of frost."""
+    """Return the weighted sum of the image and a texture of frost."""
     return quantise(c[0] * images.float() + c[1] * texture.float())
 
 
 def draw_fog(u, H, W, c):
-    """Draw plasma, (B, H, W) in [0, 1]: midpoint displacement on a torus of side 2^k."""
+    """Draw a plasma fractal by midpoint displacement on a torus of side 2^k.
+
+    Returns (B, H, W) in [0, 1].
+    """
     step = side = 2 ** math.ceil(math.log2(max(H, W)))
     noise, wibble = 2 * u(side * side) - 1, 100.0
     m = torch.zeros(len(noise), side, side, device=noise.device)
@@ -202,7 +218,7 @@ def draw_fog(u, H, W, c):
     while step >= 2:
         n, half = side // step, step // 2
         numbers = noise[:, used:used + 3 * n * n].unflatten(1, (3, n, n))
-        a, b, d = numbers.mul(wibble ** 2).unbind(1)                        # squared in the source
+        a, b, d = numbers.mul(wibble ** 2).unbind(1)                    # the source squares it, too
         corner = m[:, ::step, ::step].clone()
         square = corner + corner.roll(-1, 1)
         centre = (square + square.roll(-1, 2)) / 4 + a
@@ -216,7 +232,7 @@ def draw_fog(u, H, W, c):
 
 
 def fog(images, c, plasma):
-    """Compute (x + c * plasma) * M / (M + c), where M is the image's largest value."""
+    """Return (x + c * plasma) * M / (M + c). M is the image's largest value; white is 1."""
     white = images.amax((1, 2, 3), keepdim=True).float()
     return quantise((images + 255 * c[0] * plasma[:, None]).mul_(white / (white + 255 * c[0])))
 
@@ -224,34 +240,40 @@ def fog(images, c, plasma):
 # --- colour, shape, coding ------------------------------------------------------------------------
 
 def brightness(images, c):
-    """Add c to V of HSV: scale all three channels by V' / V."""
+    """Raise the HSV value V to V' = min(V + c, white): scale all three channels by V' / V."""
     value = images.amax(1, keepdim=True).float()
     brighter = (value + 255 * c).clamp_(max=255)
     return quantise(torch.where(value > 0, images * (brighter / value), brighter))
 
 
 def contrast(images, c):
-    """Move each channel towards its mean."""
+    """Multiply each channel's distance from its mean by c."""
     x = images.float()
-    total = x.sum(3).long().sum(2)[..., None, None]              # whole numbers: exact in any order
+    total = x.sum(3).long().sum(2)[..., None, None]            # whole numbers: exact in any order
     mean = total / x[0, 0].numel()
     return quantise((x - mean).mul_(c).add_(mean))
 
 
 def draw_elastic_transform(u, H, W, c):
-    """Draw shifts of 3 corners up to +-c[2] pixels, (B, 3, 2); fields in [-1, 1), (B, 2, H, W)."""
+    """Draw shifts of 3 corners and of all pixels.
+
+    Returns shifts up to +-c[2] pixels, (B, 3, 2), and fields in [-1, 1), (B, 2, H, W).
+    """
     u = 2 * u(6 + 2 * H * W) - 1
     return c[2] * u[:, :6].view(-1, 3, 2), u[:, 6:].view(-1, 2, H, W)
 
 
 def elastic_transform(images, c, jitter, field):
-    """Apply an affine map that moves three corners by jitter, then smoothed shifts."""
+    """Apply an affine map that moves three corners by `jitter`, then shift pixels by `field`.
+
+    `field` is smoothed first and multiplied by alpha.
+    """
     (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + jitter, (0, 1), value=1)
     inverse = torch.linalg.inv_ex(moved)[0]
-    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ rounds per batch size
+    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ would round by batch size
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)
     source = a * across + b * down + t                                                # (B, 2, H, W)
@@ -291,7 +313,8 @@ def jpeg_compression(images, c):
     from torchvision.io import decode_jpeg, encode_jpeg
 
     def recode(part):
-        part = torch.stack(part.unbind(1), -1).permute(0, 3, 1, 2)      # pixel by pixel in memory
+        # Store the three channels of a pixel side by side, as the encoder expects them.
+        part = torch.stack(part.unbind(1), -1).permute(0, 3, 1, 2)
         return torch.stack([decode_jpeg(encode_jpeg(image, c)) for image in part])
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
@@ -304,7 +327,8 @@ def jpeg_compression(images, c):
 class Corruption(NamedTuple):
     """One corruption: an entry in CORRUPTIONS."""
     apply: Callable                   # (images uint8, constants, *drawn) -> images uint8
-    constants: dict | tuple           # five, mild to strong; or {224: five, 64: five, 32: five}
+    constants: dict | tuple           # five, from mild to strong, or a dict {size: five} with
+                                      # the sizes 224, 64, 32 (see severities.py)
     draw: Callable | None = None      # (u, H, W, constants) -> more arguments of `apply`
 
 
@@ -331,7 +355,7 @@ ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform 
 
 
 def table_of(H, W):
-    """Choose the table of constants by the shorter side of the images."""
+    """Return 224, 64 or 32, the table of constants for the shorter side of the images."""
     return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
 
 
@@ -366,7 +390,7 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     c = c[severity - 1]
     number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
 
-    # Work on slices that fit into the caches of a CPU, or the memory of a GPU.
+    # Corrupt slices of the batch that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
     pixels = 2 ** 18 if device.type == "cpu" else 2 ** 23
     size = max(1, pixels // (H * W))

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 def quantise(x, guard=2 ** -12):
     """Turn grey levels into uint8: clip and truncate. Overwrites x.
 
-    The guard is added so that float32 noise does not darken flat areas. The detour over int32 is
-    faster on a CPU.
+    The guard is added so that float32 rounding errors do not darken flat areas. On a CPU, the
+    conversion to uint8 is faster through int32.
     """
     return x.add_(guard).clamp_(0, 255).int().byte()
 
@@ -35,17 +35,17 @@ def gaussian(radius, sigma):
 
 @lru_cache(maxsize=None)
 def disk(radius, sigma):
-    """Return a disk of lattice points with an edge smoothed by a small Gaussian.
+    """Return a disk-shaped kernel whose edge is smoothed by a small Gaussian, (side, side) float64.
 
     The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10.
-    As in the source, images become slightly brighter.
+    Images therefore become slightly brighter, as in the source.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
     x, side = torch.arange(-half, half + 1), 2 * half + 1
     kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).float()
     kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")[0, 0]
     g = gaussian(edge, sigma).float().double()
-    for _ in range(2):                                         # rows, columns, rounded as in OpenCV
+    for _ in range(2):                               # rows, then columns; rounding as in OpenCV
         kernel = kernel.T
         total = kernel[edge:edge + side] * g[edge].float()
         for i in range(1, edge + 1):
@@ -89,10 +89,10 @@ def motion(x, radius, sigma, angle):
 
 
 def bilinear(x, across, down, align_corners):
-    """Look pixels up bilinearly at coordinates that broadcast to (B, H, W).
+    """Interpolate pixels bilinearly at coordinates that broadcast to (B, H, W).
 
-    Beyond the border the image is reflected, at the centres of the border pixels (align_corners) or
-    at their outer edges.
+    Outside its border the image is mirrored: at the centres of the border pixels if align_corners,
+    else at the outer edges of these pixels.
     """
     edge = 0 if align_corners else 0.5
     h, w = x.shape[2:]
@@ -128,7 +128,10 @@ def smoothing(size, sigma, device):
 
 
 def displace(x, sigma, shift):
-    """Move each pixel by smoothed shifts. shift: (B, 2, H, W), in pixels, across and down."""
+    """Smooth the shifts with a Gaussian and move each pixel by them.
+
+    sigma: of the Gaussian, (down, across). shift: (B, 2, H, W), in pixels, across and down.
+    """
     H, W = x.shape[2:]
     S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
     # Multiply one by one: on some processors a batched product rounds differently per batch size.
@@ -151,7 +154,10 @@ def boxes(size, n, device):
 
 
 def shrink(images, n):
-    """Average n windows of rows and round, as PIL's BOX filter: (B, 3, H, W) to (B, 3, n, W)."""
+    """Shrink the height to n rows by averages over windows: (B, 3, H, W) to (B, 3, n, W) uint8.
+
+    The averages are rounded as by PIL's BOX filter.
+    """
     member, length = boxes(images.shape[2], n, images.device)
     x = F.pad(images, (0, 0, 0, 1))
     total = x.index_select(2, member[0]).float()

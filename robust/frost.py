@@ -20,9 +20,9 @@ FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
 
 
 def synthetic_frost(number):
-    """Draw a replacement for photograph `number`: noise with its spectrum and colours, and ridges.
+    """Draw a replacement for photograph `number`: noise with the photograph's spectrum and colours.
 
-    Returns (3, 600, 900) uint8.
+    Ridges are added to the noise. Returns (3, 600, 900) uint8.
     """
     H, W = 600, 900
     mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
@@ -39,8 +39,9 @@ def synthetic_frost(number):
 
 @lru_cache(maxsize=2)
 def load_frost(frost_dir):
-    """Load five textures, (3, h, w) uint8 each: from ImageNet-C's files; None: synthetic.
+    """Load five textures, (3, h, w) uint8 each.
 
+    frost_dir: the folder of ImageNet-C's photographs; None: synthetic textures.
     ValueError names the files that are missing or cannot be decoded.
     """
     if frost_dir is None:
@@ -61,7 +62,10 @@ def load_frost(frost_dir):
 
 @lru_cache(maxsize=8)
 def scaled_frost(frost_dir, scale, H, W, device):
-    """Scale the textures; one that is smaller than H x W becomes 10 % larger than needed."""
+    """Load and scale the textures; enlarge a texture that is too small for H x W pixels.
+
+    An enlarged texture is 10 % larger than needed, which leaves room for random crops.
+    """
     textures = []
     for texture in load_frost(frost_dir):
         x = texture[None].to(device).float()

@@ -1,5 +1,4 @@
-"""Numbers of the robustness tables: mCE, detection of outliers (ImageNet-O), and the confidence
-interval of an accuracy.
+"""Metrics in the robustness tables: mCE, detection of outliers, and the interval of an accuracy.
 
 Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
 tensors.
@@ -9,8 +8,8 @@ import math
 
 import torch
 
-# AlexNet's top-1 error on ImageNet-C, mean of 5 severities
-# (`rachtsy/KPCA_code:Robust/utils_robust.py`)
+# AlexNet's top-1 error on ImageNet-C, the mean over 5 severities. Source:
+# `rachtsy/KPCA_code:Robust/utils_robust.py`.
 ALEXNET = dict(
     gaussian_noise=0.886428, shot_noise=0.894468, impulse_noise=0.922640, defocus_blur=0.819880,
     glass_blur=0.826268, motion_blur=0.785948, zoom_blur=0.798360, snow=0.866816, frost=0.826572,
@@ -27,10 +26,10 @@ def mean_corruption_error(errors):
 
 
 def _counts(score, positive):
-    """Count true and false positives above each distinct threshold, highest first; float64."""
+    """Count true and false positives at or above each distinct score, highest first; float64."""
     score, order = score.cpu().double().sort(descending=True)             # mps has no float64
     positive = positive.cpu().double()[order]
-    # Equal scores have one threshold.
+    # Keep one threshold for all examples with equal scores: the position of the last one.
     last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
     tp, fp = positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
     if not tp[-1] or not fp[-1]:
@@ -42,7 +41,7 @@ def _counts(score, positive):
 def average_precision(score, positive):
     """Return AUPR in [0, 1]: the sum over thresholds of (R_n - R_{n-1}) P_n.
 
-    score: (n,), higher = more positive; positive: (n,) bool.
+    R: recall, P: precision. score: (n,), larger for positive examples. positive: (n,) bool.
     """
     tp, fp = _counts(score, positive)
     recall = tp / tp[-1]
@@ -50,14 +49,20 @@ def average_precision(score, positive):
 
 
 def auroc(score, positive):
-    """Return the area under the ROC curve in [0, 1]; a tie counts half. See average_precision."""
+    """Return the area under the ROC curve in [0, 1]; a tie counts half.
+
+    score, positive: as in average_precision.
+    """
     tp, fp = _counts(score, positive)
     zero = tp.new_zeros(1)
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
 
 
 def fpr95(score, positive):
-    """Return the share of negatives above the highest threshold that keeps 95 % of positives."""
+    """Return the false-positive rate at the highest threshold that detects 95 % of the positives.
+
+    score, positive: as in average_precision.
+    """
     tp, fp = _counts(score, positive)
     first = int((tp / tp[-1] < 0.95 - 1e-12).sum())
     return (fp[first] / fp[-1]).item()

@@ -1,9 +1,10 @@
-"""Corrupt a few patches of images, and return which: a robust attention should find them.
+"""Corrupt a few patches per image, and return which patches: a robust attention should find them.
 
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
-A patch is a ViT's; patches are numbered row by row. Random numbers depend on the image's number
-alone, so every network gets the same places and, except for adversarial patches, the same pixels.
+Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the number of
+the image alone. So every network gets the same corrupted patches, with the same pixels except for
+adversarial patches.
 """
 
 import torch
@@ -19,12 +20,15 @@ PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, purpose of a
 def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     """Corrupt patches of images (B, 3, S, S), float in [0, 1].
 
-    kind: "noise", "black", "white" replace n patches; "gaussian" adds noise of standard deviation
-    0.3 to n patches; "pixels" recolours 12 single pixels at random; "adversarial" raises the
-    model's loss on labels with one block of 2 x 2 patches, in 20 steps. patch: the side of a patch
-    in pixels, divides S. Image i has the number i.
+    kind: "noise", "black" and "white" replace n patches. "gaussian" adds noise of standard
+        deviation 0.3 to n patches. "pixels" gives 12 single pixels random colours. "adversarial"
+        changes one block of 2 x 2 patches to raise the model's loss, in 20 steps.
+    patch: the side of a patch in pixels; S must be a multiple of it.
+    model, labels: used by "adversarial" only.
+    The number of an image, for its random numbers, is its position in the batch.
 
-    Returns the corrupted images and which patches were corrupted, (B, P) bool.
+    Returns:
+        the corrupted images, and which patches were corrupted, (B, P) bool.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}, expected one of {KINDS}")
@@ -67,7 +71,10 @@ def patches_to_pixels(hit, side, patch):
 
 @torch.no_grad()
 def adversarial_patches(model, images, labels, where):
-    """Change the pixels `where` (B, 1, S, S), from grey, along the sign of the loss gradient."""
+    """Raise the model's loss by changing only the pixels `where`, (B, 1, S, S) bool.
+
+    These pixels start grey and move along the sign of the loss gradient.
+    """
     x = torch.where(where, torch.full_like(images, 0.5), images)
     for step in range(20):
         _, _, grad = input_gradient(cross_entropy, model, x, labels)

@@ -1,7 +1,8 @@
 """Constants of the corruptions at severities 1 to 5, from ImageNet-C's scripts.
 
-CONSTANTS[name][table] has one entry per severity. Tables: 224 for images whose shorter side is at
-least 128 px, 64 from 48 px on, 32 below. The 244 in elastic_transform is ImageNet-C's own.
+CONSTANTS[name][table] has one entry per severity. Table 224 is for images whose shorter side is at
+least 128 px, table 64 for 48 to 127 px, and table 32 for smaller images. The 244 in
+elastic_transform is copied from ImageNet-C; it is not a misprint here.
 """
 
 CONSTANTS = {
@@ -10,7 +11,7 @@ CONSTANTS = {
         64: (.04, .08, .12, .15, .18), 32: (.04, .06, .08, .09, .10)},
     "shot_noise": {  # photons of a white pixel
         224: (60, 25, 12, 5, 3), 64: (250, 100, 50, 30, 15), 32: (500, 250, 100, 75, 50)},
-    "impulse_noise": {  # share of the values hit
+    "impulse_noise": {  # share of the values that change
         224: (.03, .06, .09, .17, .27),
         64: (.01, .02, .05, .08, .14), 32: (.01, .02, .03, .05, .07)},
     "defocus_blur": {  # radius, sigma of its edge
@@ -25,11 +26,11 @@ CONSTANTS = {
         224: ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
         64: ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
         32: ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5))},
-    "zoom_blur": {  # factors: from 1 to below, in steps of
+    "zoom_blur": {  # zoom factors: from 1 up to (end, step)
         224: ((1.11, .01), (1.16, .01), (1.21, .02), (1.26, .02), (1.31, .03)),
         64: ((1.06, .01), (1.11, .01), (1.16, .01), (1.21, .01), (1.26, .01)),
         32: ((1.06, .01), (1.11, .01), (1.16, .01), (1.21, .01), (1.26, .01))},
-    "snow": {  # mean, std, zoom, threshold, radius, sigma, image kept
+    "snow": {  # mean, std, zoom, threshold, radius, sigma, weight of the image
         224: ((.1, .3, 3, .5, 10, 4, .8), (.2, .3, 2, .5, 12, 4, .7), (.55, .3, 4, .9, 12, 8, .7),
               (.55, .3, 4.5, .85, 12, 8, .65), (.55, .3, 2.5, .85, 12, 12, .55)),
         64: ((.1, .2, 1, .6, 8, 3, .8), (.1, .2, 1, .5, 10, 4, .8), (.15, .3, 1.75, .55, 10, 4, .7),
@@ -37,7 +38,7 @@ CONSTANTS = {
         32: ((.1, .2, 1, .6, 8, 3, .95), (.1, .2, 1, .5, 10, 4, .9),
              (.15, .3, 1.75, .55, 10, 4, .9),
              (.25, .3, 2.25, .6, 12, 6, .85), (.3, .3, 1.25, .65, 14, 12, .8))},
-    "frost": {  # weights of image, frost; frost's size
+    "frost": {  # weight of the image, weight of the frost, scale of the frost
         224: ((1, .4, 1), (.8, .6, 1), (.7, .7, 1), (.65, .7, 1), (.6, .75, 1)),
         64: ((1, .3, .3), (.9, .4, .3), (.8, .45, .3), (.75, .5, .3), (.7, .55, .3)),
         32: ((1, .2, .2), (1, .3, .2), (.9, .4, .2), (.85, .4, .2), (.75, .45, .2))},

@@ -1,7 +1,7 @@
 """The word-swap attack on the text that a language model is evaluated on.
 
-Paper: Teo & Nguyen 2024, section 4.2, Table 3: a share of the words becomes one meaningless word,
-`AAA`. The paper does not give the rate. The rate 0.015 per line comes from
+The attack replaces a share of the words by one meaningless word, `AAA` (Teo & Nguyen 2024, section
+4.2, Table 3). The paper does not give the rate. The rate 0.015 per line comes from
 `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
 
     lines, swapped = word_swap(read_lines("wiki.test.tokens"))
@@ -27,14 +27,15 @@ STOP_WORDS = frozenset("""
 def word_swap(lines, rate=RATE, seed=0, word=WORD):
     """Replace a share of the words by one meaningless word. Returns (lines, swapped).
 
-    lines: strings of tokens with spaces between them. A word is a token with a letter or digit;
-    stop words in lower case and <unk> stay. On every line, also in headings, max(int(rate * words),
-    1) words are swapped; rate 0 swaps none. swapped: one bool per token of the stream, with an
-    <eos> after every line, so that the perplexity of the other targets can be computed.
+    lines: strings of tokens with spaces between them. A word is a token with a letter or digit.
+    Stop words in lower case and <unk> are never replaced. max(int(rate * words), 1) words are
+    replaced per line, also in headings; rate 0 replaces none. swapped: one bool per token of the
+    text, with an <eos> after every line, so that the perplexity of the unchanged tokens can be
+    computed.
     """
     rng = random.Random(seed)
     parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and the spaces between
-    chosen = set()                                                 # places: (line, part)
+    chosen = set()                                                 # pairs (line, part)
     for i, line in enumerate(parts):
         words = [j for j, token in enumerate(line) if any(map(str.isalnum, token))]
         free = [(i, j) for j in words

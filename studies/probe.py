@@ -20,7 +20,7 @@ from data.datasets import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import log_kernel
-from eval_robust import load_checkpoint
+from checkpoints import load_checkpoint
 
 
 # --- attention heads ------------------------------------------------------------------------------

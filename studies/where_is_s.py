@@ -29,7 +29,7 @@ from studies import probe
 from studies.stats import spread
 from robust import metrics
 from robust.patches import KINDS, corrupt_patches
-from eval_robust import kind_of
+from checkpoints import kind_of
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import shutil
-import sys
 from functools import partial
 
 import numpy as np
@@ -20,15 +19,18 @@ from timm.data import ImageNetInfo
 from torchvision.io import write_png
 
 import common
+import checkpoints
 import eval_robust
+import results
 import robust
 from data.batches import Split
 from data.imagenet import ImageTree
 from data.shapes import SHAPES, load_shapes
 from golden_net import trained_network
 from processes import group
-from eval_robust import (Images, Loaded, Run, pack, parse_measure, read_rows, rows_table as table,
-                         unpack)
+from checkpoints import Loaded, load_checkpoint
+from eval_robust import Images, Run, parse_measure
+from results import pack, read_rows, rows_table as table, unpack
 from robust import attacks, checks, corruptions, metrics
 from runs import call, refused
 from vit import SIZES, ViT, ViTConfig
@@ -293,8 +295,8 @@ def test_measure_text_reads_back_equal():
              "noise scale=0.07 kind=gaussian", "fgsm eps=1/3,0.031,1,0",
              "apgd loss=dlr", "corruptions type=fog jpeg85=yes"]
     for one in plan(*texts, *eval_robust.ATTACKS):
-        assert plan(eval_robust.measure_text(*one)) == [one]
-    assert [eval_robust.in_words(x) for x in (8 / 255, 0.5 / 255, 0.1, 1.0, 1 / 3, 4, True)] == [
+        assert plan(results.measure_text(*one)) == [one]
+    assert [results.in_words(x) for x in (8 / 255, 0.5 / 255, 0.1, 1.0, 1 / 3, 4, True)] == [
         "8/255", "0.5/255", "0.1", "1", "85/255", "4", "yes"]
 
 
@@ -432,10 +434,10 @@ def test_key_has_every_identifying_field():
     row, = made_up("m", dict(fog=50))
     others = dict(data="cifar10", data_dir="y", name="clean", settings={}, seed=1,
                   precision="bf16", images=60, weights="w", model_config=dict(depth=3), crop_pct=1)
-    keys = [eval_robust.key(row | {field: other}) for field, other in others.items()]
-    assert len({eval_robust.key(row), *keys}) == len(others) + 1
+    keys = [results.key(row | {field: other}) for field, other in others.items()]
+    assert len({results.key(row), *keys}) == len(others) + 1
     moved = row | dict(checkpoint="moved.pt", seconds=3, commit="other", torch="0")
-    assert eval_robust.key(row) == eval_robust.key(moved)
+    assert results.key(row) == results.key(moved)
 
 
 # --- attacks, as they are measured ---------------------------------------------------------------
@@ -502,7 +504,7 @@ def small(tmp_path_factory):
     path = tmp_path_factory.mktemp("small") / "m.pt"
     make_checkpoint(path, flags=dict(num_images=1000))                  # 200 images, fitted to 80
     index = eval_robust.pick(200, "clean", alone(limit=40).args, "shapes")
-    return eval_robust.load_checkpoint(path, torch.device("cpu")), load_shapes("test", 200), index
+    return load_checkpoint(path, torch.device("cpu")), load_shapes("test", 200), index
 
 
 def test_stage_counts_image_led_to_its_label(monkeypatch):
@@ -609,7 +611,7 @@ def test_per_class_equals_hand_count(small, tmp_path):
     shares = by_hand.diag() / by_hand.sum(1)
     assert row["lowest"] == pytest.approx(100 * shares[by_hand.sum(1) > 0].min().item())
 
-    printed = eval_robust.class_tables([row | dict(model="m", images=40)], tmp_path)
+    printed = results.class_tables([row | dict(model="m", images=40)], tmp_path)
     for i, name in enumerate(SHAPES):
         cells = [f"{n:g}" if n else "" for n in by_hand[i].tolist()]
         assert line_of(printed.partition("class, predicted as")[2], name) == cells[1:]
@@ -661,13 +663,13 @@ def test_worst_case_is_taken_image_by_image():
             attacked("n", "fgsm", 1 / 255, c), of("pgd", 1 / 255, ~a, dict(conditions="paper")),
             of("sld", 1 / 255, ~a) | dict(settings=dict(l1=1)),
             of("noise", 1, ~a) | dict(settings=dict(scale=1))]
-    worst, = eval_robust.worst_cases(rows)
+    worst, = results.worst_cases(rows)
     assert (worst["settings"], worst["images"]) == (dict(eps=1 / 255, of="fgsm,pgd"), 6)
     both = a[:6] & b[:6]                                  # fewer images are the first of more
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
-    assert eval_robust.numbers_of(worst) == {"top1": pytest.approx(top1)}
+    assert results.numbers_of(worst) == {"top1": pytest.approx(top1)}
     low, high = metrics.wilson(top1 / 100, 6)
     text = f"{top1:.2f} ({100 * low:.1f}-{100 * high:.1f})"
     assert line_of(table(rows), "worst eps=1/255 of=fgsm,pgd, top1") == [text, ""]
@@ -717,13 +719,13 @@ def test_retrained_source_is_measured_again(
     made_on = []
     for name in ("fgsm", "transfer"):
         def spy(model, images, labels, eps, *, steps=1, name=name):
-            made_on.append((name, eval_robust.weights_checksum(model)))
+            made_on.append((name, checkpoints.weights_checksum(model)))
             return attacks.fgsm(model, images, labels, eps)
         monkeypatch.setitem(eval_robust.ATTACKS, name, spy)
     weights = {}
     for seed in (1, 2):
         model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
-        weights[seed] = eval_robust.weights_checksum(model)
+        weights[seed] = checkpoints.weights_checksum(model)
     for seed, n in ((1, 2), (1, 2), (2, 3)):
         shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
         rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",

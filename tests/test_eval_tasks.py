@@ -10,7 +10,7 @@ from torchvision.io import write_png
 
 import common
 import eval_robust
-from eval_robust import read_rows
+from results import read_rows
 from data.photos import decode_all, find_photos
 from data.rng import epoch_order
 from data.views import Scenes

@@ -12,7 +12,8 @@ import common
 import eval_robust
 from data.rng import epoch_order
 from data.shapes import load_shapes
-from eval_robust import Normalized, unpack
+from eval_robust import Normalized
+from results import unpack
 from robust import attacks, corruptions
 from test_eval_robust import make_checkpoint
 from vit import ViT, ViTConfig

@@ -385,7 +385,7 @@ def test_masks_need_one_flag(capsys):
     call(train_seg.main,
          "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
     out, run = capsys.readouterr().out, common.load("a")
-    for words in ("2 classes", "chosen for them: size=32", "validation mean IoU",
+    for words in ("2 classes", "chosen flags: size=32", "validation mean IoU",
                   "16 to train on, 2 to choose best.pt (validation), 2 to report"):
         assert words in out, words
     assert run["classes"] == ["value 0", "value 255"] and Path("a/best.pt").exists()

@@ -74,9 +74,9 @@ def test_commands_of_the_papers_runs_parse():
 
 
 @pytest.mark.parametrize("script, recipe, shown", [
-    ("train_cls.py", "imagenet", "the whole schedule (default: 300)"),
-    ("train_lm.py", "wikitext103", "the whole schedule (default: 500000)"),
-    ("train_seg.py", "ade20k", "the whole schedule (default: 64)")])
+    ("train_cls.py", "imagenet", "the length of the schedule (default: 300)"),
+    ("train_lm.py", "wikitext103", "the length of the schedule (default: 500000)"),
+    ("train_seg.py", "ade20k", "the length of the schedule (default: 64)")])
 def test_help_prints_the_recipe(script, recipe, shown, capsys):
     with pytest.raises(SystemExit):
         call(SCRIPTS[script].get_args, "--help --data", recipe)
