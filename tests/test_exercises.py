@@ -45,7 +45,7 @@ def fill(folder, number, lines):
     return folder
 
 
-@pytest.mark.parametrize("number", RIGHT)
+@pytest.mark.parametrize("number", sorted(RIGHT.keys() - exercises.MEASURED.keys()))
 def test_hole_fails_and_solution_passes(number, tmp_path):
     assert not exercises.judge(number)[1]
     text, right = exercises.judge(number, fill(tmp_path, number, RIGHT[number]))
