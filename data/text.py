@@ -84,7 +84,7 @@ def each_line(path, what="reading"):
     encoding.
     """
     quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, "rb") as f:                 # editors on Windows begin UTF-16 with such a mark
+    with open(path, "rb") as f:         # editors on Windows begin UTF-16 with a byte order mark
         marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
     name = shlex.quote(str(path))
