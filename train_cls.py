@@ -156,6 +156,7 @@ def get_args():
         from_file = flags_for(common.load(given.init_from), SIZES)
         if data != "folder":
             from_file.pop("image_size", None)           # the recipe of the data set sets it
+    # DATASETS[data] is a pair: the function that loads the data, and the recipe.
     args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
     used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
     if used:
@@ -295,7 +296,8 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `photo_flags` chooses the flags that are still None.
+    # Data. For your own images, `photo_flags` chooses the flags that are still None. `val` has the
+    # images to evaluate on: held-out images with --holdout or --keep_best, else the test images.
     if args.download and world > 1:
         raise InputError("--download is for one process; download the data first, without torchrun")
     vars(args).update(photo_flags(args) if args.data == "folder" else {})
@@ -483,7 +485,7 @@ def main():
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
-                          f"%); the next command evaluates it on the test images")
+                          f"%); the next command evaluates best.pt on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -224,7 +224,7 @@ def train_batches(views, args, start, stop, mean, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, total, args):
-    """Return lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
+    """Return the learning rate of a step: (lr - min_lr) (1 - step / total)^0.9 + min_lr."""
     return (args.lr - args.min_lr) * (1 - step / total) ** 0.9 + args.min_lr
 
 
@@ -442,7 +442,7 @@ def main():
         if best:
             common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
                           f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
-                          f"evaluates it on the test images")
+                          f"evaluates best.pt on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
