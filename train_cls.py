@@ -10,8 +10,7 @@
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
-- The learning rate follows its schedule. In the released code, the line that sets it is commented
-  out.
+- The learning rate follows a schedule. In the released code, the schedule is commented out.
 - Mixed precision uses bf16 instead of fp16.
 - Mixup and CutMix mix each image with its neighbour in the batch, and all processes use the same
   lambda. The released code mixes the batch with the reversed batch.
@@ -92,7 +91,7 @@ def get_args():
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
          "PyTorch and the released RPC code, or like DeiT, by a truncated normal distribution "
-         "(default: default for a ViT, trunc_normal for a FAN)")
+         "(default: trunc_normal for a FAN, else default)")
     flag("--init_from", help="initialise from this checkpoint, a file or https address, which also "
          "sets the defaults of --model and --patch_size")
 
@@ -315,7 +314,7 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe the model, which must be the checkpoint's with --resume.
+    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:

@@ -272,7 +272,7 @@ def main():
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
 
-    # Model. The flags describe the model, which must be the checkpoint's with --resume.
+    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
     size = {**LM_SIZES[args.model], "context": args.context}
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
