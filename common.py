@@ -1,7 +1,7 @@
 """Tools that every script uses: flags, one-line errors, the log, checkpoints, tables.
 
-This file imports none of our modules, so every module can import it. A script imports it before
-torch, so that SPINS applies.
+This file imports none of our modules, so every module can import it. A script imports this file
+before torch, because torch reads the setting SPINS when it is imported.
 """
 
 import argparse
@@ -267,7 +267,7 @@ def read_log(path):
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:
-            if number < len(lines):                             # a newline ends it: it is complete
+            if number < len(lines):                             # not the last line
                 raise InputError(f"{path}, line {number} is not a JSON object: {line[:40]!r}; "
                                  f"delete that line, then resume") from None
     return rows
@@ -277,7 +277,7 @@ def finite_means(pending, step):
     """Return the mean of each column of `pending`, (steps, n), as a list.
 
     Columns 0 and 1 are the loss and the gradient norm; more columns are your own numbers. step: the
-    number of the last row's step. InputError if a loss or norm is not finite, with its step.
+    number of the step in the last row. InputError, with the step, if a loss or norm is not finite.
     """
     rows = pending.tolist()
     for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
@@ -415,10 +415,10 @@ def load_optimizer(optimizer, state):
 
     InputError if the state belongs to another kind of optimiser or to other parameters.
     """
-    def kind(groups):
+    def layout(groups):
         return [(group.keys(), len(group["params"])) for group in groups]
     today, stored = optimizer.param_groups, state["param_groups"]
-    if kind(today) != kind(stored):
+    if layout(today) != layout(stored):
         raise InputError("--resume: the checkpoint's optimiser has other settings or parameters; "
                          "expected the optimiser and the trained parameters of the run")
     groups = [{**now, "params": was["params"]} for now, was in zip(today, stored)]
@@ -439,7 +439,7 @@ def stored_config(checkpoint, config):
 
 
 def rebuild(checkpoint, task, model, config):
-    """Return the model of a checkpoint, in eval mode. model, config: its classes.
+    """Return the model of a checkpoint, in eval mode. model, config: classes of model and config.
 
     InputError if the checkpoint belongs to another task.
     """

@@ -10,8 +10,7 @@
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
-- The learning rate follows its schedule. In the released code, the line that sets it is commented
-  out.
+- The learning rate follows a schedule. In the released code, the schedule is commented out.
 - Mixed precision uses bf16 instead of fp16.
 - Mixup and CutMix mix each image with its neighbour in the batch, and all processes use the same
   lambda. The released code mixes the batch with the reversed batch.
@@ -92,7 +91,7 @@ def get_args():
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
          "PyTorch and the released RPC code, or like DeiT, by a truncated normal distribution "
-         "(default: default for a ViT, trunc_normal for a FAN)")
+         "(default: trunc_normal for a FAN, else default)")
     flag("--init_from", help="initialise from this checkpoint, a file or https address, which also "
          "sets the defaults of --model and --patch_size")
 
@@ -156,6 +155,7 @@ def get_args():
         from_file = flags_for(common.load(given.init_from), SIZES)
         if data != "folder":
             from_file.pop("image_size", None)           # the recipe of the data set sets it
+    # DATASETS[data] is a pair: the function that loads the data, and the recipe.
     args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
     used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
     if used:
@@ -295,7 +295,8 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `photo_flags` chooses the flags that are still None.
+    # Data. For your own images, `photo_flags` chooses the flags that are still None. `val` has the
+    # images to evaluate on: held-out images with --holdout or --keep_best, else the test images.
     if args.download and world > 1:
         raise InputError("--download is for one process; download the data first, without torchrun")
     vars(args).update(photo_flags(args) if args.data == "folder" else {})
@@ -313,7 +314,7 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe the model, which must be the checkpoint's with --resume.
+    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
@@ -483,7 +484,7 @@ def main():
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
-                          f"%); the next command evaluates it on the test images")
+                          f"%); the next command evaluates best.pt on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()

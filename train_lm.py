@@ -12,11 +12,12 @@
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
 `IDSIA/lmtool-fwp`. Differences from that code:
-- A batch has windows from random places. There, batches are consecutive text in a fixed order.
-- The first update has the lowest learning rate. There, it has the highest one.
-- Unknown words become <unk>. There, they are an error.
+- Batches are windows from random places of the text, not consecutive text in a fixed order.
+- The first update has the lowest learning rate, not the highest.
+- Unknown words become <unk> instead of an error.
 - GPUs use bf16 (float32 with --no-amp).
-Report best.pt, the checkpoint with the lowest valid perplexity.
+
+Report the results of best.pt, the checkpoint with the lowest valid perplexity.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step,
 place in the batch). On a GPU they agree up to rounding, because fused attention adds gradients in
@@ -57,7 +58,7 @@ RECIPES = {
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
 }
-# your own text
+# your own text, with the recipe of wikitext
 RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 
@@ -80,10 +81,11 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
-    flag("--context", type=COUNT, help="read this many tokens per window (default: 64 for mini, "
-         "256 for paper)")
-    kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    flag("--attn", choices=[name for name in kinds if name != "scaled_s"], default="rpc",
+    flag("--context", type=COUNT, help="read this many tokens per window (default: set by "
+         "--model)")
+    # scaled_s is left out, because it needs a fixed number of tokens.
+    attentions = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
+    flag("--attn", choices=[name for name in attentions if name != "scaled_s"], default="rpc",
          help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
          "symmetric attention in the other layers")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
@@ -96,7 +98,7 @@ def get_args():
          "code, the paper as printed, or the paper with the signs of ADMM")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
          "token t from tokens 0 to t, from token t alone, or from the whole window like the paper; "
-         "all reads the future")
+         "with all, the model reads the future")
     flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters of words start "
          "at these ids, for example 20000,40000,200000; none uses the full softmax")
     flag("--dropout", type=SHARE, default=0.1, help="drop activations at this rate")
@@ -270,7 +272,7 @@ def main():
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
                          f"number of processes")
 
-    # Model. The flags describe the model, which must be the checkpoint's with --resume.
+    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
     size = {**LM_SIZES[args.model], "context": args.context}
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))

@@ -97,8 +97,9 @@ def get_args():
          "shapes, else none)")
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
-    kinds = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    flag("--attn", choices=[name for name in kinds if name != "scaled_s"],
+    # scaled_s is left out, because it needs a fixed number of tokens.
+    attentions = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
+    flag("--attn", choices=[name for name in attentions if name != "scaled_s"],
          help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
          "symmetric attention in the other layers")
     flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
@@ -158,8 +159,8 @@ def get_args():
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
 
     # A backbone determines the encoder. Training on scenes starts from a backbone in weights/,
-    # because a small network learns little from scratch in minutes. Flags that describe another
-    # encoder prevent this.
+    # because a small network learns little from scratch in minutes. If flags describe another
+    # encoder, training starts from scratch.
     recipe = {**ENCODER, **RECIPES[data]}
     own = [name for name in ENCODER if getattr(given, name) is not None]
     shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
@@ -223,7 +224,7 @@ def train_batches(views, args, start, stop, mean, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, total, args):
-    """Return lr_k = (lr - min_lr) (1 - k / total)^0.9 + min_lr for update k = 0, 1, ..."""
+    """Return the learning rate of a step: (lr - min_lr) (1 - step / total)^0.9 + min_lr."""
     return (args.lr - args.min_lr) * (1 - step / total) ** 0.9 + args.min_lr
 
 
@@ -441,7 +442,7 @@ def main():
         if best:
             common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
                           f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
-                          f"evaluates it on the test images")
+                          f"evaluates best.pt on the test images")
         common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
