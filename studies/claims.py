@@ -249,9 +249,9 @@ def nats(file, first, second):
 
 
 def beyond(null):
-    """Return the p that own axes have a loss lower by more than .03 than this control's axes.
+    """Test whether own axes have a loss that is lower than a control's loss by more than .03.
 
-    null: the control. The p is after Holm's correction over the four controls. The margin .03 was
+    null: the control. Returns p after Holm's correction over the four controls. The margin .03 was
     fixed in results/decider/plan.md.
     """
     p = holm({name: paired_t(losses("constancy", "span-own", f"span-{name}") + 0.03).p

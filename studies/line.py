@@ -145,7 +145,7 @@ def least_squares(design, y):
 def ends(line, measure):
     """Return the lowest and highest log loss for which the line is used.
 
-    This range is the range of its networks, extended by a twentieth of its length at both ends.
+    These are the ends of the range of the line's networks, extended by a twentieth of the range.
     """
     x = points(line, measure)[0]
     return np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)

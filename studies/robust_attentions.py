@@ -8,8 +8,8 @@
 Four groups have published attentions that should be robust to corrupted tokens, each with different
 code and experiments. Here each attention is a function of at most 15 lines. `register` adds it to
 ATTENTIONS of attention.py under its name and settings ("keys lambd=0.5 n_iter=4"), and this command
-runs our scripts with these attentions. A robust attention replaces attention in --rpc_layers (layer
-0 by default); the other layers have symmetric attention. Elliptical attention runs in all layers,
+runs our scripts with these attentions. A robust attention runs in --rpc_layers (layer 0 by
+default); all other layers have symmetric attention. Elliptical attention runs in all layers,
 because it compares each layer with the layer before. `python -m studies.arms robustness` compares
 all of them with symmetric attention over several seeds.
 
@@ -81,7 +81,8 @@ def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
     Differences from the released code: in the released code, d_j^2 = 1 + ... is at least 1, but
     Hampel's last corner is 3a = 0.6. So Hampel's weights are uniform there, and Huber's are nearly
     uniform. Here d is a distance and a is in medians of d. The kernel of the weights has half the
-    exponent, scores come from raw keys, and Hampel's weight can be 0 (released code: 0.01).
+    exponent, and scores come from raw keys. Hampel's weight can be 0; in the released code, it is
+    at least 0.01.
     """
     below = token_weights(k, psi, a, rounds, released)
     above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below

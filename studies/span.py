@@ -2,9 +2,9 @@
 
 Attention uses v only through w_d = sum_j v_jd Phi(k_j), where Phi(x).Phi(y) = k(x, y): for any v,
 h_id = Phi(q_i).w_d / g(q_i). The output matrix can undo any v -> v R, so only span{w_d} matters. In
-kernel PCA, span{w_d} is the top principal subspace of the keys. `explained_variance`
-measures how much of the keys' variance a subspace contains. `token_overlap` measures how similar two
-column spaces are.
+kernel PCA, span{w_d} is the top principal subspace of the keys. `explained_variance` measures how
+much of the keys' variance a subspace contains. `token_overlap` measures how similar two column
+spaces are.
 
 Shapes: k (..., N, D), v (..., N, Dv), float64. Phi(x) = e^n(x) psi(x) with |psi| = 1. The exponents
 n are stored separately, so nothing overflows.
