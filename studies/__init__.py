@@ -1,1 +1,1 @@
-"""One question a file, each run as `python -m studies.NAME` in the repository's folder."""
+"""Studies of trained networks. Run each file in the repository's folder: python -m studies.NAME"""

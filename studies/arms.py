@@ -8,10 +8,13 @@ r"""Compare networks over seeds: print the tables of a study, and train its netw
 
 A study compares arms. An arm is a set of networks that differ only in their seed; it is defined by
 its flags of train_cls.py, in which "{seed}" stands for the seed. --seeds trains the missing
-networks in --out_dir/<arm>_s<seed>, evaluates them into --out_dir/eval/<arm>_s<seed>/results.jsonl,
-and prints the tables. Interrupted runs continue. Unknown flags are passed to train_cls.py. The
-networks of a pair have the same seed and ran on the same processor model. The plan.md of each study
-states its question and the meaning of each outcome; it was written before the runs.
+networks in --out_dir/<arm>_s<seed>, writes their measurements to
+--out_dir/eval/<arm>_s<seed>/results.jsonl, and prints the tables. To continue an interrupted run,
+start the same command again. Flags that this command does not know are passed to train_cls.py.
+
+A pair is an arm and its baseline. The two networks of a pair have the same seed and ran on the same
+processor model. The plan.md of each study states the question and the meaning of each outcome. It
+was written before the runs.
 """
 
 import argparse
@@ -37,6 +40,7 @@ SCENES_PRIMARY, CIFAR10_PRIMARY = ("15 corruptions", "pgd 2/255"), ("15 corrupti
 # --- arms -----------------------------------------------------------------------------------------
 
 def rpc(form, lambd, n_iter):
+    """Return the flags of an RPC arm. form: a key of attention.FORMS."""
     return dict(attn="rpc", form=form, lambd=lambd, n_iter=n_iter)
 
 
@@ -48,11 +52,11 @@ FLAT = dict(epochs=8, min_lr=2e-3)                          # the learning rate 
 OUT, FAST_RATE, SLOW_RATE = dict(epochs=24), dict(lr=4e-3), dict(lr=2e-3)
 LAMBDAS = dict(zip(("0.05", "0.25", "1", "4", "inf"), (0.05, 0.25, 1, 4, math.inf)))
 
-ARMS = {                                                    # of the study robustness
+ARMS = {                                                    # arms of the study "robustness"
     "symmetric": SYMMETRIC, "softmax": dict(attn="softmax", init="trunc_normal"),
     "rpc4-l1": RPC, "rpc2-all": RPC_ALL,
     "no-shrink": RPC | dict(lambd=math.inf),                # no sparse part
-    "clamp": dict(attn="rpc", n_iter=1, lambd=0.5),         # one step; lambda from held-out images
+    "clamp": dict(attn="rpc", n_iter=1, lambd=0.5),     # one step; lambda chosen on held-out images
     "admm": RPC | dict(form="admm"),                        # the published constants of ADMM
     **{name: dict(attn=kind, init="trunc_normal" if name == "elliptical" else "default")
        for name, kind in ROBUST.items()},
@@ -91,6 +95,7 @@ CRITERION = {                                               # cost: 24 epochs; t
     "symmetric-adv-96": SYMMETRIC | OUT | SLOW_RATE | ADV,
 }
 
+# The names of arms in tables and figures.
 WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
          "rpc2-all": "RPC in all layers", "no-shrink": "RPC without its sparse part",
          "clamp": "keys clamped, no iteration", "admm": "RPC with the settings of ADMM",
@@ -107,19 +112,19 @@ WORDS = {"symmetric": "symmetric attention", "rpc4-l1": "RPC, as published",
 
 
 def without_recipe(arm):
-    """Remove the training recipe from an arm's name: long-rpc4-l1 and rpc4-l1-e12 are rpc4-l1."""
+    """Remove the training recipe from a name: long-rpc4-l1 and rpc4-l1-e12 become rpc4-l1."""
     return re.sub(r"^(long|half|flat)-|-e\d+$|-96$", "", arm)
 
 
 # --- comparisons ----------------------------------------------------------------------------------
 
 class Comparison(NamedTuple):
-    """A family of tests: pairs (arm, baseline) over seeds (None: all that both have)."""
-    pairs: list
-    seeds: range | None = None
+    """A family of tests, which share one Holm correction."""
+    pairs: list                             # (arm, baseline)
+    seeds: range | None = None              # None: every seed that arm and baseline both have
     untested: tuple = ()                    # arms that another comparison tests
-    margins: tuple = ()                     # differences within ± these count as equal
-    level: float = 0.95                     # level of the interval that must lie within them
+    margins: tuple = ()                     # one per primary measure; ± margin counts as equal
+    level: float = 0.95                     # the interval of this level must lie within ± margin
 
 
 def against(base, *arms):
@@ -136,11 +141,11 @@ class Study(NamedTuple):
     """The arms of a study, their measures and their comparisons."""
     arms: dict
     comparisons: dict
-    rows: tuple                             # stored rows: patterns below results/
-    measures: tuple
+    rows: tuple                             # patterns of the files with stored rows, in results/
+    measures: tuple                         # for --measures of eval_robust.py
     primary: tuple = SCENES_PRIMARY
     limit: int = 1000                       # images per measure
-    how: tuple = ("--seed", 1, "--severities", 1, 3, 5)
+    how: tuple = ("--seed", 1, "--severities", 1, 3, 5)     # more flags of eval_robust.py
     training: tuple = ()                    # flags of train_cls.py for all arms
     alias: dict = {}                        # {name of an arm in the rows: its name here}
 
@@ -206,7 +211,7 @@ STUDIES = {
         "cost-96": Comparison([("symmetric-adv-96", "symmetric-96")], margins=(0.25, 1.5),
                               level=0.9),
         "gate": Comparison([("symmetric-adv", "symmetric")], range(45, 50)),
-        # not judged, see studies/results/criterion/plan.md
+        # The plan allows no conclusion from it, see studies/results/criterion/plan.md.
         "behind the gate": Comparison([("rpc4-l1", "symmetric")], range(45, 50))},
         ("criterion/*.jsonl",), ("clean", "corruptions", PGD.format(
             "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions")),
@@ -224,24 +229,27 @@ def call(*command):
 
 
 def into(folder):
-    """The flag of a trainer that starts the run in a folder, or continues it if it exists."""
+    """Return a trainer's flags that start a run in this folder, or continue the run in it."""
     return ["--resume" if (folder / "last.pt").exists() else "--out_dir", folder]
 
 
 def script(name, attn):
-    """The words that start a script; robust attentions need studies.robust_attentions."""
+    """Return the start of a command. Robust attentions run through studies.robust_attentions."""
     return ["-m", "studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
 
 
 def flags_of(arms, arm, seed):
-    """The flags of train_cls.py for an arm and a seed."""
+    """Return the flags of train_cls.py for an arm and a seed: {name: value}."""
     filled = {name: value.format(seed=seed) if isinstance(value, str) else value
               for name, value in arms[arm].items()}
     return filled | dict(seed=seed)
 
 
 def train_arm(folder, flags, more=()):
-    """Train the network in a folder to its end; InputError if it belongs to another arm or seed."""
+    """Train the network in a folder to its end.
+
+    InputError if the folder contains a network of another arm or seed.
+    """
     if (folder / "last.pt").exists():
         trained = common.load(folder / "last.pt")["args"]
         for name, value in flags.items():
@@ -253,7 +261,10 @@ def train_arm(folder, flags, more=()):
 
 
 def train_and_measure(study, args, rest):
-    """Train and measure the missing networks of --arms and --seeds; return the files of rows."""
+    """Train and measure the missing networks of --arms and --seeds.
+
+    Returns the paths of all results.jsonl files in --out_dir.
+    """
     for seed in args.seeds:
         for arm in args.arms or study.arms:
             folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
@@ -270,7 +281,7 @@ def train_and_measure(study, args, rest):
 # --- tables of the rows ---------------------------------------------------------------------------
 
 def files(patterns):
-    """The stored files that match patterns below studies/results."""
+    """List the stored files in studies/results that match the patterns."""
     return sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
 
 
@@ -282,33 +293,34 @@ def stored(study):
 def processors(rows):
     """Sort the seeds by processor: {processor: [seeds]}, from the Rows of clean images.
 
-    InputError: the rows of one measure and seed come from two processors, so they are no pairs.
+    InputError if rows of one measure and seed come from two processors, because such networks
+    cannot be paired.
     """
     of = {}
     for row in rows:
         name, key = re.sub(r"^cpu, |(, )?\d+ threads$", "", row.hardware), (row.measure, row.seed)
         if row.seed is not None and name and of.setdefault(key, name) != name:
             raise InputError(f"seed {row.seed} has rows from two processors, {of[key]} and {name}; "
-                             "keep the rows of one")
+                             "keep the rows of one processor")
     of = {seed: name for (measure, seed), name in of.items() if measure == "clean"}
     return {name: sorted(s for s in of if of[s] == name) for name in dict.fromkeys(of.values())}
 
 
 def compared(study, name, rows):
-    """Compare Rows as the comparison `name` of a study defines: a `stats.Compared`."""
+    """Compare Rows by the comparison `name` of a study; returns a `stats.Compared`."""
     of = study.comparisons[name]
     return compare(outcomes(rows, study.limit), of.pairs, study.primary, of.seeds, of.untested)
 
 
 @cache
 def comparison(name):
-    """Compare the stored rows: (study, `stats.Compared`) of a comparison."""
+    """Compare the stored rows by the comparison `name`; returns (study, `stats.Compared`)."""
     study = next(study for study in STUDIES.values() if name in study.comparisons)
     return study, compared(study, name, stored(study))
 
 
 def pair_outcome(study, name, of, pair):
-    """The outcome of a pair: "below", "above", "equal" (within the margins) or "open"."""
+    """Return the outcome of a pair: "below", "above", "equal" (within the margins) or "open"."""
     keys = {m: (m, *pair) for m in study.primary}
     gaps = {m: of.gaps[key] for m, key in keys.items() if key in of.gaps}
     margins = study.comparisons[name].margins or (0, 0)
@@ -357,9 +369,10 @@ def study_tables(study, rows):
 
 
 def beside(study, theirs, yours):
-    """Format your arms as Markdown, minus the study's baseline of the same seeds.
+    """Format your arms as Markdown: their differences from the study's baseline, seed by seed.
 
-    If an arm of yours has the name of a stored one, the table calls it "your <name>".
+    theirs: the stored Rows. yours: your Rows. If your arm has the name of a stored arm, the table
+    calls your arm "your <name>".
     """
     base, known = next(iter(study.comparisons.values())).pairs[0][1], {row.arm for row in theirs}
     yours = [row._replace(arm=f"your {row.arm}" if row.arm in known else row.arm) for row in yours]
@@ -381,8 +394,9 @@ def main(argv=None):
     p.add_argument("--arms", nargs="+", metavar="ARM",
                    help="train only these arms (default: all arms of the study)")
     p.add_argument("--rows", nargs="+", type=Path, metavar="FILE",
-                   help="also print these results.jsonl of eval_robust.py, or its folders")
-    p.add_argument("--measures", nargs="+", help="of eval_robust.py (default: the study's)")
+                   help="also compare your networks: a results.jsonl file or its folder")
+    p.add_argument("--measures", nargs="+",
+                   help="measures for eval_robust.py (default: the study's)")
     p.add_argument("--limit", type=common.COUNT, help="images per measure (default: the study's)")
     p.add_argument("--out_dir", type=Path, help="folder for new networks (default: out/STUDY)")
     args, rest = p.parse_known_args(argv)

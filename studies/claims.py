@@ -6,13 +6,13 @@
 claims.csv has one row per number:
 
     pages       the pages that state the number, separated by spaces
-    key         where it stands: "row | column" is a table cell; other words stand in the same table
-                row, list item or paragraph; an empty key means anywhere on the page
+    key         the place of the number on the page. "row | column": this table cell. Other words:
+                the table row, list item or paragraph that contains these words. Empty: anywhere
     number      the number with its interval; words and units between the two are ignored
-    expression  a function of FUNCTIONS and its arguments, "gap; scenes; rpc4-l1; pgd"
+    expression  a function of FUNCTIONS and its arguments, for example "gap; scenes; rpc4-l1; pgd"
 
-A page may be rewritten freely as long as its numbers stay. An interval that no row of claims.csv
-contains is an error, too.
+You may rewrite a page freely as long as its numbers stay. An interval on a page that no row of
+claims.csv contains is an error, too.
 """
 
 import argparse
@@ -40,7 +40,10 @@ RESULTS, CLAIMS = ROOT / "studies/results", ROOT / "studies/claims.csv"
 # --- differences of pairs -------------------------------------------------------------------------
 
 def key_of(name, pair, measure):
-    """The key of a pair, "arm" or "arm - baseline", in a comparison."""
+    """Return the key (measure, arm, baseline) of a pair in a comparison.
+
+    pair: "arm" or "arm - baseline".
+    """
     study, of = arms.comparison(name)
     short = {"pgd": study.primary[1], "corruptions": "15 corruptions", "budget": "median budget"}
     arm, _, base = pair.partition(" - ")
@@ -49,7 +52,10 @@ def key_of(name, pair, measure):
 
 
 def gap(name, pair, measure, what="difference"):
-    """Describe a paired difference; or the accuracy of the "arm", its "baseline" or "both"."""
+    """Describe a paired difference, or the accuracy of the "arm", its "baseline" or "both".
+
+    what: "arm", "baseline", "both", or a key of `described`.
+    """
     study, of = arms.comparison(name)
     measure, arm, base = key = key_of(name, pair, measure)
     if what in ("arm", "baseline", "both"):
@@ -60,15 +66,21 @@ def gap(name, pair, measure, what="difference"):
 
 
 def on_those(name, arm, measure, slow):
-    """The accuracy of an arm on the images, the first of all, that a slow measure was taken of."""
+    """Return an arm's accuracy by `measure` on those images that a slow measure was run on.
+
+    slow: the slow measure, which was run on the first images only.
+    """
     found = arms.comparison(name)[1].found
     return written([x[:len(found[slow][run])].mean() for run, x in found[measure].items()
                     if run[0] == arm and run in found[slow]], ".1f")
 
 
 def described(d, what, holm=np.nan, tests=1, digits=1):
-    """A Difference in the way that a sentence needs: with its 95 % interval, or its mean, interval,
-    seeds (networks), p, p after Holm, or the difference found with 80 % power."""
+    """Format one part of a Difference d.
+
+    what: "difference" (mean and 95 % interval), "mean", "interval", "seeds" (number of networks),
+    "p", "holm" (p after Holm's correction) or "power" (the difference detected with 80 % power).
+    """
     return {"difference": show(d, digits), "mean": f"{d.mean:+.{digits}f}",
             "interval": f"{d.low:+.{digits}f} to {d.high:+.{digits}f}", "seeds": str(d.n),
             "p": show_p(d.p), "holm": show_p(holm),
@@ -76,13 +88,13 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
 
 
 def judged_as(name, pair):
-    """What a pair came to by its comparison's margins: below, above, equal or open."""
+    """Return the outcome of a pair: below, above, equal (within its margins) or open."""
     study, of = arms.comparison(name)
     return arms.pair_outcome(study, name, of, key_of(name, pair, "pgd")[1:])
 
 
 def rule():
-    """How many attentions of others meet the rule that was fixed for them."""
+    """Return how many published robust attentions meet the rule of their plan, as text."""
     return str(len(arms.meet_the_rule(arms.comparison("ten")[1])) or "none")
 
 
@@ -99,7 +111,10 @@ def full(name, measure):
 
 
 def off(name, arm, measure, what="difference"):
-    """An arm's distance from the line; or its accuracy; its clean loss, the geometric mean."""
+    """Describe an arm's distance from the line.
+
+    what: "accuracy" and "loss" (geometric mean of clean losses) return these means instead.
+    """
     networks, measure = line_networks(name)[0], full(name, measure)
     own = line.of_arms(networks, arm)
     if what == "accuracy":
@@ -111,13 +126,13 @@ def off(name, arm, measure, what="difference"):
 
 
 def apart(first, second, measure, what="difference"):
-    """The difference of two arms of the line that have other seeds, over seeds alone."""
+    """Describe the difference of two arms whose networks have different seeds."""
     two = (line.of_arms(line_networks("fresh")[0], arm) for arm in (first, second))
     return described(line.apart(*two, full("fresh", measure)), what)
 
 
 def pooled(name, group, measure, what="difference"):
-    """The distance of a group of attentions from the line, taken as one: "RPC that attends"."""
+    """Describe the distance of a whole group from the line, for example "RPC that attends"."""
     found, p = grouped(name)
     key = group, full(name, measure)
     return described(found[key], what, p[key], len(p))
@@ -129,12 +144,15 @@ def grouped(name):
 
 
 def adjusted(how, measure, what="difference"):
-    """RPC minus its baseline at one clean loss after 24 epochs, by "own line" or "one slope"."""
+    """Describe RPC minus its baseline after 24 epochs, at equal clean loss.
+
+    how: "own line" or "one slope", see line.adjusted.
+    """
     return described(line.adjusted(line_networks("fresh")[0], how, full("fresh", measure)), what)
 
 
 def fit(name, measure, what):
-    """What is known of the line: r with its interval, or p of a bend."""
+    """Return the line's correlation r with its interval, or (what="bend") the p of a bend."""
     of = line.reference(line_networks(name)[0])
     r, low, high, bend = line.correlation(of, full(name, measure))
     return show_p(bend) if what == "bend" else f"{r:+.2f} ({low:+.2f} to {high:+.2f})"
@@ -144,7 +162,7 @@ def fit(name, measure, what):
 
 @cache
 def rows_of(pattern):
-    """The rows of files: CSV, one JSON object a line, or a JSON object."""
+    """Read the rows of all files that match a pattern: CSV, JSON lines, or one JSON object."""
     rows, root = [], ROOT if pattern.startswith("lecture/") else RESULTS
     for path in sorted(root.glob(pattern)):
         if path.suffix == ".csv":
@@ -159,8 +177,11 @@ def rows_of(pattern):
 
 
 def mean(files, *given):
-    """The mean of a column over all rows that meet the conditions (column=pattern), of the last
-    training step among them, in a form of `written`."""
+    """Return the mean of a column, as text, over the rows that meet all conditions.
+
+    given: conditions (column=pattern), then the column and a form of `written`. Of the rows that
+    meet the conditions, only the rows of the last training step count.
+    """
     *conditions, column, form = given
     rows = rows_of(files)
     for condition in conditions:
@@ -175,8 +196,11 @@ def mean(files, *given):
 
 
 def written(found, form):
-    """Write numbers as their mean: .2f; ±.2f with their standard deviation, ci2 with a t-interval,
-    in2 the same without signs."""
+    """Format the mean of numbers.
+
+    form: ".2f": the mean. "±.2f": with the standard deviation. "ci2": two digits, with a t
+    interval. "in2": the same without plus signs.
+    """
     if form.startswith("±"):
         return spread(found, form[1:])
     if form.startswith(("ci", "in")):
@@ -186,19 +210,22 @@ def written(found, form):
 
 
 def kpca(table, run, measure, source, form, *more):
-    """A number of results/kpca, the mean over layers, heads and images."""
+    """Return a number of results/kpca: the mean over layers, heads and images, as text."""
     return mean(f"kpca/{table}.csv", "layer=all", f"run={run}", f"measure={measure}",
                 f"source={source}", *more, "mean", form)
 
 
 def way(table, network, measure, form="ci1"):
-    """Per cent of the way from a random matrix to the best map found that learned values went."""
+    """Return the position of learned values between a random matrix (0) and the best one (100)."""
     rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
     return written(kernel_pca.closed(rows, network, measure), form)
 
 
 def chosen(criterion):
-    """The setting with the highest mean score over its seeds, among those chosen from."""
+    """Return the name of the RPC settings with the highest mean score over seeds.
+
+    criterion: the score, a column of constants/choose.jsonl.
+    """
     scores = {}
     for row in rows_of("constants/choose.jsonl"):
         name = f"{row['form']}-{row['lambd']:g}-n{row['n_iter']}"
@@ -207,27 +234,33 @@ def chosen(criterion):
 
 
 def losses(file, first, second):
-    """Differences of held-out losses of two arms of forced values, span-own say: (seeds,)."""
+    """Subtract the held-out losses of two arms of forced values, seed by seed: (seeds,).
+
+    first, second: arms, for example span-own.
+    """
     of = {(row["arm"], row["seed"]): row["loss"] for row in rows_of(f"decider/{file}.jsonl")}
     return np.array([loss - of[second, seed] for (arm, seed), loss in of.items()
                      if arm == first and (second, seed) in of])
 
 
 def nats(file, first, second):
-    """A mean difference of such losses over seeds."""
+    """Format the mean of the differences `losses`, with its interval over seeds."""
     return show(paired_t(losses(file, first, second)), 3)
 
 
 def beyond(null):
-    """The p after Holm's correction over four of: own axes are more than .03 better than this
-    null's, fixed in results/decider/plan.md."""
+    """Test whether own axes have a loss that is lower than a control's loss by more than .03.
+
+    null: the control. Returns p after Holm's correction over the four controls. The margin .03 was
+    fixed in results/decider/plan.md.
+    """
     p = holm({name: paired_t(losses("constancy", "span-own", f"span-{name}") + 0.03).p
               for name in ("hashed", "image", "other", "x")})
     return show_p(p[null])
 
 
 def where(network, measure, form):
-    """A value of where_is_s after training, in a form of `mean`."""
+    """Return a value of where_is_s after training, in a form of `written`."""
     groups = where_is_s.over_seeds(rows_of("where_is_s/rows.jsonl"))
     last = max(step for name, step in groups if name == network)
     return written(groups[network, last][measure], form)
@@ -276,15 +309,18 @@ def table_cells(text, row, column):
     found, titles = [], []
     for line in text.splitlines():
         line = [plain_text(cell) for cell in line.strip().split("|")[1:-1]]
-        titles = (titles or line) if line else []               # the first line of a table
+        titles = (titles or line) if line else []           # the first line of a table has them
         found += [cell for cell, title in zip(line, titles)
                   if line[0].startswith(row) and title.startswith(column) and line != titles]
     return found
 
 
 def places(text, key):
-    """List the parts of a page in which a number may stand: the cells of "row | column", or the
-    rows, items and paragraphs that contain the key."""
+    """List the parts of a page where a number may stand, by the key of its claim.
+
+    The parts are the cells "row | column", or the table rows, list items and paragraphs that
+    contain the key.
+    """
     if " | " in key:
         return table_cells(text, *key.split(" | "))
     return [block for block in blocks(text) if key in block]
@@ -323,13 +359,18 @@ INTERVAL = re.compile(rf"{DECIMAL}[^\d|()]{{,40}}\({DECIMAL} to {DECIMAL}(?=[);,
 
 
 def unsigned(text):
-    """The numbers of an interval as a set without signs: "3.3 points worse (2.5 to 4.2)" and
-    "-3.3 (-4.2 to -2.5)" state the same."""
+    """Return the numbers of an interval as a set without signs.
+
+    "3.3 points worse (2.5 to 4.2)" and "-3.3 (-4.2 to -2.5)" give the same set.
+    """
     return frozenset(number.lstrip("-") for number in numbers(text))
 
 
 def unclaimed(claims, root=ROOT):
-    """Yield one line per interval that no claim contains; a plan.md may quote earlier rows."""
+    """Yield one line per interval that no claim contains.
+
+    Pages named plan.md are not searched, because a plan may quote earlier results.
+    """
     known = {unsigned(number) for _, _, number, _ in claims}
     for page in dict.fromkeys(page for pages, *_ in claims for page in pages):
         if page.endswith("plan.md"):
@@ -341,7 +382,7 @@ def unclaimed(claims, root=ROOT):
 
 
 def detail(*studies, pictures=()):
-    """The tables of studies and pictures of the line, as their commands print them."""
+    """Write a page with the tables of studies, and of pictures of studies.line, as printed."""
     parts = []
     for name in studies:
         study = arms.STUDIES[name]
@@ -360,7 +401,7 @@ DETAILS = {"robustness": ("robustness", "cifar10"), "constants": ("constants", "
 
 
 def details():
-    """{page: its text} of every page that a study's command writes."""
+    """Write the text of every details.md with tables: {page: text}."""
     return {f"studies/results/{folder}/details.md": detail(
         *studies, pictures=line.PICTURES if folder == "line" else ())
         for folder, studies in DETAILS.items() if arms.stored(arms.STUDIES[studies[0]])}
@@ -369,7 +410,8 @@ def details():
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--details", action="store_true", help="write the tables anew")
+    p.add_argument("--details", action="store_true",
+                   help="write every details.md with tables again")
     args = p.parse_args(argv)
     claims = read_claims()
     found = [*faults(claims), *unclaimed(claims)]
@@ -378,7 +420,8 @@ def main(argv=None):
         if args.details:
             path.write_text(text)
         elif not path.exists() or path.read_text() != text:
-            found.append(f"{page} is not what the rows say: python -m studies.claims --details")
+            found.append(f"{page} differs from the tables of the stored rows; write it again with: "
+                         "python -m studies.claims --details")
     if found:
         sys.exit("\n".join(found))
 

@@ -4,19 +4,21 @@
     python -m studies.cost --clock cpu --threads 1  # on a machine that also does other work
     python -m studies.cost --batch_size 256         # on a GPU
 
-"1.22M flop/sample" in the paper are 1.22 G multiply-adds: its M means G, and FLOPs are twice as
-many. Norms are counted as in fvcore, 5 N C each; with this rule all five rows round to the paper's.
-Softmax and other elementwise operations are not counted. One more PAP step in one layer adds 2 N^2
-C = 14.9 M, 1.3 % of the model; its time depends on the machine. Table 11 has no row for FAN.
+"1.22M flop/sample" in the paper means 1.22 G multiply-adds: the paper writes M for G, and counts
+multiply-adds, not FLOPs, which are twice as many. Norms are counted as in fvcore, 5 N C each; with
+this rule all five counts round to the paper's numbers. Softmax and other elementwise operations are
+not counted. One more PAP step in one layer adds 2 N^2 C = 14.9 M multiply-adds, 1.3 % of the model;
+its time depends on the machine. Table 11 has no row for FAN.
 
-The paper's times are no throughput: at 0.079 s per image, an epoch of ImageNet would take 28 hours.
-So they are compared with the time of a single image, and throughput has its own table. All models
-take turns in one process. A time is a median over rounds. A ratio is the median of the ratios
-within a round, so another program that slows down a whole round does not change it.
+The paper's times cannot be throughput: at 0.079 s per image, an epoch of ImageNet would take 28
+hours. So we compare them with the time of a single image, and report throughput in a separate
+table. All models take turns in one process. A time is a median over rounds. A ratio is computed
+within each round, and the median of the ratios is reported. So a program that slows down a whole
+round does not change the ratio.
 
-Memory is what autograd keeps of one image until the backward pass. Fused attention keeps only its
-inputs and its output, so a PAP step adds S, K2 and L, three tensors (B, H, N, D), and no N x N
-matrix.
+Memory is the size of the tensors that autograd keeps for one image until the backward pass. Fused
+attention keeps only its inputs and its output. So a PAP step adds three tensors (B, H, N, D), S, K2
+and L, and no N x N matrix.
 """
 
 import argparse
@@ -60,7 +62,7 @@ PAPER_NUMBERS = Path(__file__).parent / "reproduce/paper.csv"
 def alternate(args, device, steps):
     """Time all steps in turn: {name: [seconds of steps[name]() in each round]}.
 
-    Every other round has the reverse order. A first round for warming up is left out.
+    Every second round runs in reverse order. The first round warms up and is not counted.
     """
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     times = {name: [] for name in steps}
@@ -87,7 +89,7 @@ def build_model(name, size="tiny"):
 
 
 def base_of(name):
-    """The name of the model with which this one is compared."""
+    """Return the name of the model that `name` is compared with."""
     return "fan symmetric" if name.startswith("fan") else "symmetric"
 
 
@@ -99,7 +101,8 @@ def multiply_adds(model):
         norms.extend(each * out.numel() for kind, each in NORMS.items() if isinstance(module, kind))
 
     hook = register_module_forward_hook(add)
-    # MATH computes attention as two products; some versions of PyTorch do not count the fused one.
+    # MATH computes attention as two products; some versions of PyTorch do not count fused
+    # attention.
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.eval()(torch.zeros(1, 3, PIXELS, PIXELS))
@@ -108,7 +111,7 @@ def multiply_adds(model):
 
 
 def kept(model, image):
-    """Count the bytes that autograd keeps of a forward pass, without the weights."""
+    """Count the bytes that autograd keeps after a forward pass, without the weights."""
     sizes = {}
 
     def pack(x):
@@ -128,7 +131,7 @@ STEPS = "train", "test"
 def take(step, model, images):
     """Run a forward pass ("test") or forward and backward pass ("train"), without an optimiser.
 
-    images: (B, 3, S, S). On a GPU in bf16.
+    images: (B, 3, S, S). On a GPU, the passes run in bf16.
     """
     training = step == "train"
     model.train(training).zero_grad(set_to_none=True)
@@ -154,7 +157,10 @@ COST_TABLES = {
 
 
 def paper_columns(name):
-    """The numbers of a model in Table 11, and ratios of them, by column; {} if it has no row."""
+    """Return the paper's numbers for a model, and their ratios to SymViT: {column: number}.
+
+    The result is empty if Table 11 has no row for this model.
+    """
     with open(PAPER_NUMBERS, newline="") as file:
         cells = {(row["row"], row["column"]): row["value"] for row in csv.DictReader(file)
                  if row["table"] == "11"}
@@ -212,7 +218,7 @@ def main(argv=None):
     p.add_argument("--threads", type=common.COUNT, help="CPU threads (default: PyTorch's)")
     p.add_argument("--device", choices=["cuda", "mps", "cpu"],
                    help="device to measure on (default: cuda in bf16 if there is one, else cpu)")
-    p.add_argument("--out", help="append the rows to this file, one JSON object a line")
+    p.add_argument("--out", help="append the rows to this file as JSON lines")
     args = p.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)

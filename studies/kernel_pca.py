@@ -14,14 +14,14 @@ values are compared with five other sources of values:
     KPCA     the values of kernel PCA itself
     fitted   v = x W + b, with the best W that we could fit (`trained` only)
 
-The fitted W is the same for all images, as the learned one is. It is fitted on training images to
-the measure itself. Without it, "like a random matrix" would say little, because perhaps no W scores
-higher. The fit gives a lower bound of the best possible score. published_scores.py has the scores
-that others published.
+The fitted W is the same for all images, like the learned value matrix. It is fitted on training
+images to the measure itself. The fit shows whether any W can score higher than a random matrix; it
+gives a lower bound of the best possible score. published_scores.py computes the scores that other
+papers used.
 
 EV and overlap measure which subspace of feature space the values span (span.py). eig_cos measures
-whether the values contain eigenvectors. None of them changes with v -> v R, because the output
-matrix can undo R.
+whether the values contain eigenvectors. None of these measures changes if the values are rotated (v
+-> v R), because the output matrix can undo R.
 
 Shapes: q (..., M, D), k (..., N, D), v (..., N, Dv), float64. Leading dimensions: draws, images,
 heads.
@@ -61,7 +61,8 @@ def exp_jproj(layer):
 
     J: as printed. A projection has J >= 0, so a negative J shows that h is no projection. phi2, h2:
     the two terms, means over tokens. above: share of tokens with |h| > |phi(q)|. rel_phi, rel_h:
-    |phi2 - h2| over phi2 or h2. |h|^2 has no scale, because v c and W_O / c are the same network.
+    |phi2 - h2| divided by phi2 or h2. |h|^2 has no fixed scale: a network with values v c and
+    output matrix W_O / c is the same network.
     """
     lp = log_phi2(layer.q, layer.k)
     values = layer.values | {"KPCA": theoretical_values(layer.axes, layer.dv)}
@@ -75,11 +76,11 @@ def exp_jproj(layer):
 def exp_gamma(layer):
     """Claim 2.2.2 (Eq. 11): learned values give eigenvectors, K~ a = N lambda a.
 
-    a = H G^-1 v, where H is the pseudo-inverse of I - 1_N, which has no inverse. eig_cos: cosine
-    between a and K~ a, mean over axes; it is 1 only for eigenvectors. First, a is rotated such that
-    a^T K~ a is diagonal, so exact kernel PCA has 1 in any rotation. If K~ is nearly a multiple of
-    H, even noise is near 1. v = G a: Scaled Attention, with V before I - S. lambda: the first Dv
-    eigenvalues mu_d / N.
+    a = H G^-1 v, where H is the pseudo-inverse of I - 1_N (I - 1_N has no inverse). eig_cos: the
+    cosine between a and K~ a, mean over axes; it is 1 only for eigenvectors. Before the cosine is
+    computed, a is rotated such that a^T K~ a is diagonal, so exact kernel PCA has 1 in any
+    rotation. If K~ is nearly a multiple of H, even noise is near 1. v = G a: for Scaled Attention,
+    with V before the factor I - S. lambda: mean of the first Dv eigenvalues mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
@@ -118,8 +119,9 @@ def eigenvalue_statistics(mu):
 def exp_eigstats(layer):
     """The first D eigenvalues mu_d = N lambda_d of K~. The paper: 648.46, 4.65, 40.07, 17.73.
 
-    None can exceed 1 / min_j g_j <= 1 (bound). Rows: max, min, mean and lower median, averaged over
-    layers and heads. Right column: keys standardised as in the published code.
+    No eigenvalue can exceed 1 / min_j g_j <= 1 (row "bound"). The other rows are max, min, mean and
+    lower median, averaged over layers and heads. In the right column, keys are standardised as in
+    the published code.
     """
     out = {}
     for source, k in (("as they are", layer.k), ("standardised", standardise(layer.k))):
@@ -133,7 +135,7 @@ def exp_eigstats(layer):
 
 
 def turned(vectors):
-    """Rotate vectors (..., N, d) by one random rotation, which kernel PCA does not determine."""
+    """Rotate vectors (..., N, d) by one random rotation; kernel PCA leaves the rotation open."""
     d, random = vectors.shape[-1], torch.Generator().manual_seed(1)
     turn = torch.linalg.qr(torch.randn(d, d, generator=random, dtype=torch.float64))[0]
     return vectors @ turn.to(vectors)
@@ -146,10 +148,10 @@ def theory_by_token(layer):
 
 
 def exp_values(layer):
-    """Do learned values span the space of the theoretical ones? KPCA: theoretical, but rotated.
+    """Whether learned values span the space of the theoretical values. KPCA: theoretical, rotated.
 
-    overlap: sum of cos^2 of the principal angles of the two column spaces in token space, over Dv;
-    chance is Dv/N.
+    overlap: sum of cos^2 of the principal angles of the two column spaces in token space, divided
+    by Dv; chance is Dv/N.
     """
     theory = theory_by_token(layer)
     values, tokens = {**layer.values, "KPCA": turned(theory)}, basis(theory)
@@ -157,10 +159,10 @@ def exp_values(layer):
 
 
 def exp_capture(layer):
-    """How much of the keys' variance do the values explain? The output matrix cannot change this.
+    """The share of the keys' variance that the values explain; the output matrix cannot change it.
 
-    EV: share of the keys' variance in feature space that lies in span{w_d}. best: the maximum; only
-    the first Dv axes of kernel PCA reach it.
+    EV: share of the keys' variance in feature space that lies in span{w_d}. best: the maximum of
+    EV; only the first Dv axes of kernel PCA reach this maximum.
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
@@ -175,7 +177,7 @@ EXPERIMENTS = {"jproj": exp_jproj, "gamma": exp_gamma, "eigstats": exp_eigstats,
 def measure(layers, experiments):
     """Run experiments: {(experiment, measure, source, layer): mean over draws and heads, (B,)}.
 
-    Measures in COMPARED also get entries "learned - source".
+    Measures in COMPARED also get the difference between learned values and each control.
     """
     out = {}
     for layer in layers:
@@ -196,23 +198,23 @@ FIT_IMAGES, PIECE, ROUNDS = 1000, 50, 5             # images to fit on; images p
 
 
 def frame(A):
-    """A differentiable orthonormal basis of A's columns. A: (..., N, d), of full rank."""
+    """Return a differentiable orthonormal basis of A's columns. A: (..., N, d), of full rank."""
     return torch.linalg.qr(A / A.norm(dim=-2, keepdim=True))[0]
 
 
 def eigenvectors(layer, v):
-    """Overlap of span{a} and span{K~ a}, (..., B, H). It is 1 if a's columns span eigenvectors."""
+    """Return the overlap of span{a} and span{K~ a}, (..., B, H): 1 if a spans eigenvectors."""
     Q = frame(a_hat(v, layer.axes.log_g))
     return token_overlap(Q, frame(layer.axes.G @ Q))
 
 
 def variance(layer, v):
-    """EV of span{w_d}, (..., B, H)."""
+    """Return EV of span{w_d}, (..., B, H)."""
     return explained_variance(layer.span, frame(value_axes(layer.span, v)))
 
 
 def overlap(layer, v):
-    """Overlap of v's columns with those of the theoretical values, (..., B, H)."""
+    """Return the overlap of the columns of v and of the theoretical values, (..., B, H)."""
     return token_overlap(frame(v), basis(theory_by_token(layer)))
 
 
@@ -220,7 +222,10 @@ FITTED = {"eig_cos": eigenvectors, "EV": variance, "overlap": overlap}  # {measu
 
 
 def mapped(layer, W):
-    """Return v = x W + b of every head, (B, H, N, Dv), times I - S if scaled. W: (H, C + 1, Dv)."""
+    """Return v = x W + b for every head, (B, H, N, Dv); Scaled Attention multiplies by I - S.
+
+    W: (H, C + 1, Dv); its last row is b.
+    """
     v = F.pad(layer.heads.x, (0, 1), value=1.0)[:, None] @ W
     return v - layer.heads.S @ v if layer.scaled else v
 
@@ -257,9 +262,9 @@ def fitted_maps(model, names):
 def examine_model(model, images, experiments, maps=None, draws=3):
     """Run experiments on all layers of a model: {a key of `measure`: (images,)}.
 
-    maps: returned by `fitted_maps`; adds its values as sources. draws: number of random matrices.
-    Images are processed in pieces, such that the (N, N) matrices of all heads take about 2 MB. The
-    experiment "losses" is no mean over images, so it needs all images at once.
+    maps: from `fitted_maps`; their values become additional sources. draws: number of random
+    matrices. Images are processed in pieces, such that the (N, N) matrices of all heads take about
+    2 MB. The experiment "losses" is not a mean over images, so it needs all images at once.
     """
     c, n, pieces = model.config, len(images), {}
     size = max(1, 2 ** 18 // (c.num_heads * c.num_tokens ** 2))
@@ -300,9 +305,9 @@ OUTCOMES = ("eig_cos", "EV", "overlap")
 
 
 def stage(folder, attn, seed, step):
-    """Train to this step of one schedule of 8 epochs. Returns (model, checkpoint) of that step.
+    """Train up to `step` of a schedule of 8 epochs. Returns (model, checkpoint) of this step.
 
-    Each stage is kept as step_<n>.pt. Step 0 is the network before training.
+    Each stage is stored as step_<n>.pt. Step 0 is the network before training.
     """
     at = folder / f"step_{step or TRAINING_STAGES[1]}.pt"
     if not at.exists():
@@ -317,9 +322,10 @@ def stage(folder, attn, seed, step):
 
 
 def stage_rows(model, checkpoint, run, step, last=True, num_images=64, draws=20):
-    """The rows of one network at one step: each measure with its controls and fitted values.
+    """Return the rows of one network at one step: each measure with controls and fitted values.
 
-    last: also fit the measures other than eig_cos, which is done at the last step only.
+    last: True also fits W to EV and overlap; False fits W to eig_cos only. The study fits W to EV
+    and overlap only at the last step.
     """
     images, _ = load_test_images(checkpoint, model.config, num_images)
     many, labels = load_test_images(checkpoint, model.config, 1000)
@@ -342,7 +348,7 @@ def trained(argv):
     p.add_argument("--seeds", nargs="+", type=common.NATURAL,
                    help="seeds to train (default: 50 to 54; Scaled Attention: 50 to 52)")
     p.add_argument("--ckpt", nargs="+", type=Path, default=[],
-                   help="measure these checkpoints instead; rows go to taken.csv")
+                   help="do not train; measure these checkpoints and add their rows to taken.csv")
     p.add_argument("--out_dir", type=Path, default=Path("out/kpca"),
                    help="folder for networks and rows (default: out/kpca)")
     args = p.parse_args(argv)
@@ -371,7 +377,7 @@ CONTROL_NAMES = ("random matrix", "other head", "noise")        # column titles 
 
 
 def seed_means(rows, network, measure, source, step=None):
-    """Select the mean over all layers of every seed, (n,), at this step (None: the last one)."""
+    """Select the means over all layers, one per seed, (n,). step: a step; None: the last step."""
     mine = sorted((r for r in rows if (r["network"], r["measure"], r["source"], r["layer"])
                    == (network, measure, source, "all")), key=lambda r: (r["run"], r["step"]))
     last = {r["run"]: r for r in mine if step is None or r["step"] == step}
@@ -379,8 +385,10 @@ def seed_means(rows, network, measure, source, step=None):
 
 
 def closed(rows, network, measure):
-    """The position of learned values between the random matrix (0) and the fitted one (100), (n,),
-    one number per seed."""
+    """Return the position of learned values between the random (0) and the fitted matrix (100).
+
+    The result has one number per seed, (n,).
+    """
     random, own, best = (seed_means(rows, network, measure, source)
                          for source in ("x W", "learned", f"fitted to {measure}"))
     return 100 * (own - random) / (best - random) if len(best) == len(own) else np.array([])
@@ -405,7 +413,7 @@ def control_table(rows, measure):
 
 
 def verdict(rows, network):
-    """The outcome of the eigen-cosine for a network, in the words of the plan."""
+    """Return the outcome of the eigen-cosine for a network, in the words of the plan."""
     gap = seed_means(rows, network, "eig_cos: learned -", "x W")
     share = closed(rows, network, "eig_cos")
     if len(gap) < 3 or not len(share):

@@ -7,11 +7,11 @@
     python -m studies.language train_lm.py --attn "symmetric x4"        # one variant by hand
 
 Table 3 of the paper reports a lower perplexity for RPC than for symmetric attention, after the same
-number of updates. This study splits that difference into parts. Each variant below changes one
-thing: RPC without its sparse part S, symmetric attention with larger scores, and plain attention
-that is trained for as long as RPC takes.
+number of updates. This study splits the difference into parts. Each variant changes one thing: RPC
+without its sparse part S, symmetric attention with larger scores, or an attention without RPC that
+is trained for as much CPU time as RPC.
 
-A killed run continues: start the same command again. Each finished run appends one row to
+To continue a killed run, start the same command again. Each finished run appends one row to
 studies/results/language/rows.jsonl. The plan, studies/results/language/plan.md, was fixed before
 the runs and gives each outcome its meaning.
 """
@@ -67,7 +67,7 @@ VARIANTS = {                                            # flags of train_lm.py
     "symmetric, equal cost": dict(attn="symmetric"),                # as much CPU time as rpc n4
     "softmax, equal cost": dict(attn="softmax"),
 }
-EMPTY_S = "rpc n4", "rpc n4 no S"                       # the share of S
+EMPTY_S = "rpc n4", "rpc n4 no S"                       # this pair shows the effect of S
 PAIRS = [                                               # (variant, baseline): all are tested
     ("rpc n4", "symmetric"), EMPTY_S, ("symmetric x4", "symmetric"),
     ("rpc n4", "symmetric x4"), ("rpc n4", "softmax"), ("rpc n2", "symmetric"),
@@ -75,13 +75,16 @@ PAIRS = [                                               # (variant, baseline): a
 
 
 def steps_of(variant, text, costs):
-    """Return the training steps of a variant; "equal cost": as many as fit into RPC's CPU time."""
+    """Return the training steps of a variant.
+
+    costs: rows of cost.jsonl. "equal cost" variants take as many steps as fit into RPC's CPU time.
+    """
     if not variant.endswith("equal cost"):
         return STEPS
     plain = variant.removesuffix(", equal cost")
     row = next((row for row in costs if row["text"] == text), None)
     if row is None:
-        raise InputError(f"{RESULTS}/cost.jsonl has no row of {text}: run with --cost first")
+        raise InputError(f"{RESULTS}/cost.jsonl has no row for {text}; run with --cost first")
     return 10 * round(STEPS * row["ratio"]["rpc n4"] / row["ratio"][plain] / 10)
 
 
@@ -114,8 +117,9 @@ def training_step(text, corpus, variant):
 def measure_cost(text, folder, rounds=20, steps=10):
     """Time training steps of all variants in turn: {text, seconds, ratio, device, ...}.
 
-    seconds: median user CPU seconds per step. ratio: median over rounds of the variant's seconds
-    per symmetric's in the same round, so that a busy machine slows both.
+    seconds: the median user CPU seconds per step. ratio: the variant's seconds divided by the
+    seconds of symmetric attention in the same round; the median over rounds. A busy machine slows
+    both numbers of a round, so it hardly changes the ratio.
     """
     torch.set_num_threads(1)
     corpus = load_corpus(folder)
@@ -138,7 +142,7 @@ def measure_cost(text, folder, rounds=20, steps=10):
 # --- train and score the missing runs -------------------------------------------------------------
 
 def read_rows(name):
-    """Read the JSON lines of a file in the results folder, [] without the file."""
+    """Read the JSON lines of a file in the results folder; [] if there is no file."""
     path = RESULTS / name
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -171,7 +175,10 @@ def train(out_dir, text, folder, variant, seed, steps):
 
 
 def score_test_text(model, folder, vocabulary):
-    """Return perplexities of the test text, as eval_robust.py measures them, and the swapped word."""
+    """Compute perplexities of the test text, clean and attacked, as eval_robust.py does.
+
+    Returns (dict of perplexities, the word that replaces other words).
+    """
     word = WORD if WORD in vocabulary else vocabulary.words[-1]
     lines = read_lines(token_file(folder, "test"))
     swapped_lines, swapped = word_swap(lines, word=word)
@@ -187,7 +194,7 @@ def score_test_text(model, folder, vocabulary):
 
 
 def test_row(out_dir, folder):
-    """Score best.pt on the test text and read the log; returns these parts of a row."""
+    """Score best.pt on the test text, read the log, and return these parts of a row."""
     checkpoint = common.load(out_dir / "best.pt")
     model = lm_from_checkpoint(checkpoint)
     test, word = score_test_text(model, folder, stored_vocabulary(checkpoint))
@@ -215,7 +222,7 @@ def run(args):
                 if any(row["device"] != here for row in rows):
                     raise InputError(f"seed {seed} of {text} has rows of {rows[0]['device']}, and "
                                      f"this is {here}: pairs need one processor; choose another "
-                                     f"seed, or delete these rows")
+                                     f"seed, or delete the stored rows of this seed")
                 steps = steps_of(variant, text, read_rows("cost.jsonl"))
                 name = variant.replace(", ", "_").replace(" ", "_")
                 out_dir = args.out_dir / f"{text}_{name}_s{seed}"
@@ -239,7 +246,7 @@ MEASURES = {                                            # nats per token of the 
 
 
 def gaps(rows, text, measure, variant, baseline):
-    """Compute variant minus baseline of each seed that has both, in nats per token."""
+    """Compute variant minus baseline, in nats per token, for each seed that has both."""
     value = {(row["variant"], row["seed"]): MEASURES[measure](row) for row in rows
              if row["text"] == text}
     seeds = sorted(seed for name, seed in value if name == variant and (baseline, seed) in value)
@@ -247,7 +254,7 @@ def gaps(rows, text, measure, variant, baseline):
 
 
 def differences(rows, text, measure="clean"):
-    """Compute {(variant, baseline): stats.Difference} of all pairs."""
+    """Compute {(variant, baseline): stats.Difference} for all pairs."""
     found = {pair: gaps(rows, text, measure, *pair) for pair in PAIRS}
     return {pair: paired_t(values) for pair, values in found.items() if values}
 
@@ -286,7 +293,8 @@ def outcomes(rows, text):
     """Apply the plan's table: {(variant, baseline): "better", "worse", "equal" or "open"}.
 
     better: the variant has significantly fewer nats (p below .05 after Holm's correction). equal:
-    the 95 % interval lies within MARGIN, which comes first for S. No outcome below three seeds.
+    the 95 % interval lies within MARGIN. A pair can be both; then "better" or "worse" wins, except
+    for the pair EMPTY_S, which is "equal". Pairs with fewer than three seeds have no outcome.
     """
     found = differences(rows, text)
     p = holm({pair: d.p for pair, d in found.items()})
@@ -314,17 +322,20 @@ def report(rows, costs):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0].endswith(".py"):                # one of our scripts, with the two variants
+    if argv and argv[0].endswith(".py"):        # run this script with the new ATTENTIONS
         sys.argv = argv
         return runpy.run_path(argv[0], run_name="__main__")
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--run", action="store_true", help="train and score runs that have no row")
     p.add_argument("--cost", action="store_true", help="measure the CPU time of a training step")
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[0], help="with --run")
-    p.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS])
+    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[0],
+                   help="seeds to train with --run (default: 0)")
+    p.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS],
+                   help="texts to train on (default: all)")
     p.add_argument("--wikitext", default="data/wikitext", help="folder of the small WikiText")
-    p.add_argument("--out_dir", type=Path, default=Path("out/language"), help="for checkpoints")
+    p.add_argument("--out_dir", type=Path, default=Path("out/language"),
+                   help="folder for checkpoints (default: out/language)")
     args = p.parse_args(argv)
     if args.cost:
         for text in args.texts:

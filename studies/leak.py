@@ -1,13 +1,14 @@
 """Show that mu as printed lets a language model see future tokens, on a toy task.
 
-    python -m studies.leak  # under a minute on a CPU; nats per seed for each kind of mu
+    python -m studies.leak  # prints nats per seed for each kind of mu; under a minute on a CPU
 
 The data are two sequences: eight times the word 0, followed by eight times the word 1 or eight
 times the word 2. In the first half, the model has to predict the word of the second half. The first
 halves are equal, so no causal model gets below ln 2 = 0.6931 nats. But mu = N x / (4 sum|K|) in
-Definition 1 sums over all tokens, and it sets the threshold of every token. If no key reaches the
-threshold, S = 0 and mu has no effect. Therefore keys start GAIN times as large as in lm.py, and
-every run finds the leak. With GAIN = 1, 8 of 10 runs find it.
+Definition 1 sums over all tokens, and mu sets the threshold of every token. So the threshold of a
+token depends on future tokens. If no key reaches the threshold, S = 0 and mu has no effect.
+Therefore keys start GAIN times as large as in lm.py, and every run finds this leak. With GAIN = 1,
+8 of 10 runs find it.
 """
 
 import argparse

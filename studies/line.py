@@ -3,16 +3,16 @@
     python -m studies.line                      # tables of the stored networks: 20 seconds
     python -m studies.line --rows out/eval      # the distance of your own networks, too
 
-Longer training makes a network more robust, with or without a defence. Therefore accuracy under PGD
+Longer training makes a network more robust, even without a defence. Therefore accuracy under PGD
 and under corruptions is compared with the logarithm of the clean test loss. A line is fitted
 through networks of the baseline that were trained for different numbers of epochs. If a data set
-has none, the line goes through all undefended networks except the ones under test. The distance of
-a network from the line is the effect of its attention, or of its training recipe: at a constant
-learning rate, the baseline itself lies far above the line. So the line can show a loss, but it
-cannot prove that something is a defence. Plan and outcomes: studies/results/line/plan.md.
+has no such networks, the line goes through all undefended networks except the ones under test. The
+distance of a network from the line is the effect of its attention or of its training recipe: with a
+constant learning rate, even the baseline lies far above the line. So the line can show a loss, but
+it cannot prove that something is a defence. Plan and outcomes: studies/results/line/plan.md.
 
---rows takes results.jsonl of eval_robust.py, or its folder, evaluated with
---measures clean "pgd eps=2/255 steps=20" corruptions.
+--rows takes results.jsonl of eval_robust.py, or its folder. Run eval_robust.py with --measures
+clean "pgd eps=2/255 steps=20" corruptions.
 """
 
 import argparse
@@ -41,8 +41,8 @@ PICTURES = {
 }
 OTHER_RECIPES = ("line/flat.jsonl", "line/timm_vit.jsonl")         # not used to fit the line
 TRACED = "symmetric-e"                           # baseline arms, trained for several lengths
-# Groups are tested first, then their arms. The RPC group leaves out the settings that make layer 0
-# average its tokens (uniform-l0, paper-0.05-n4).
+# Groups are tested first, then the arms of a group. "RPC that attends" leaves out the settings that
+# make layer 0 average its tokens (uniform-l0, paper-0.05-n4).
 GROUPS = {"fresh": {"RPC that attends": ("rpc4-l1", "rpc2-all", "paper-0.25-n4", "paper-1-n4",
                                          "paper-4-n4", "paper-inf-n4"),
                     "attentions of others": tuple(name for name in ROBUST if name != "sharp")},
@@ -62,8 +62,11 @@ class Network(NamedTuple):
 # --- networks -------------------------------------------------------------------------------------
 
 def networks_of(rows, training=()):
-    """Make Networks of Rows. A network's clean loss comes from its Rows or a file of `training`;
-    networks without a clean loss are left out."""
+    """Turn Rows into Networks.
+
+    A network's clean loss comes from its Rows or from a file in `training`. Networks without a
+    clean loss are left out.
+    """
     losses = {row["run"]: row["loss"] for path in training for row in common.read_log(path)}
     losses |= {row.name: row.loss for row in rows if row.loss is not None}
     found, networks = {}, []
@@ -104,7 +107,7 @@ def of_arms(networks, *arms):
 
 
 def clean_loss(networks):
-    """The geometric mean of clean losses, in nats."""
+    """Return the geometric mean of the networks' clean losses, in nats."""
     return np.exp(np.mean([np.log(n.loss) for n in networks]))
 
 
@@ -140,7 +143,10 @@ def least_squares(design, y):
 
 
 def ends(line, measure):
-    """The log losses between which a line is known: the range of its networks, plus a twentieth."""
+    """Return the lowest and highest log loss for which the line is used.
+
+    These are the ends of the range of the line's networks, extended by a twentieth of the range.
+    """
     x = points(line, measure)[0]
     return np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
 
@@ -148,11 +154,12 @@ def ends(line, measure):
 def distance(own, line, measure):
     """Measure the mean distance of networks from the line, in points, as a Difference.
 
-    Its variance is the variance of the mean residual plus the variance of the line at that place
-    (Welch; degrees of freedom: Satterthwaite). The first part is the largest of three estimates:
-    over networks, over seeds (networks of one seed share initialisation and batches), and from the
-    scatter of the line's networks, because a few seeds can agree by luck. With fewer than three
-    networks only the last one exists. Beyond the ends of the line there is no interval and no p.
+    The variance of the distance is the variance of the mean residual plus the variance of the line
+    at this clean loss (Welch; degrees of freedom: Satterthwaite). The first part is the largest of
+    three estimates. The first estimate is over networks. The second is over seeds, because networks
+    of one seed share initialisation and batches. The third is the scatter of the line's networks,
+    because a few seeds can agree by chance; with fewer than three networks only this estimate
+    exists. Outside the ends of the line, the Difference has no interval and no p.
     """
     own = [network for network in own if measure in network.accuracy]
     (x, y), (at, of) = points(line, measure), points(own, measure)
@@ -177,7 +184,7 @@ def distance(own, line, measure):
 
 
 def apart(first, second, measure):
-    """Compare networks of other seeds: the difference of means, by Welch's t over seeds."""
+    """Compare two arms with different seeds: the difference of means, by Welch's t test."""
     x, y = (points(of, measure)[1] for of in (first, second))
     parts = [(of.var(ddof=1) / len(of), len(of) - 1) for of in (x, y)]
     variance = sum(v for v, _ in parts)
@@ -226,9 +233,9 @@ ASSUMED = {"own line": "the baseline's curve is straight from 12 to 24 epochs at
 def adjusted(networks, how, measure):
     """Compare RPC after 24 epochs with its baseline at equal clean loss: a Difference.
 
-    how: "own line": the distance from the baseline's line through 12, 16 and 24 epochs at RPC's
-    learning rate. "one slope": the effect of attention in a fit of accuracy by log loss and
-    attention. ASSUMED states the assumption of each.
+    how: "own line" measures the distance from the baseline's line through 12, 16 and 24 epochs, at
+    RPC's learning rate. "one slope" fits accuracy by log loss and attention; the result is the
+    coefficient of attention. ASSUMED states the assumption of each method.
     """
     rpc = of_arms(networks, "long-rpc4-l1")
     if how == "own line":
@@ -249,7 +256,7 @@ def power(d, tests):
 
 
 def distance_cells(d, p, tests):
-    """The table cells of a distance: the Difference, its p, its power."""
+    """Format three table cells for a distance: the Difference, its p, its power."""
     return [show(d, bold=p < 0.05) if d.low == d.low else "beyond the line", show_p(p),
             power(d, tests)]
 
@@ -310,7 +317,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rows", nargs="+", type=Path, default=[], metavar="FILE",
-                   help="also measure the networks in these results.jsonl, or their folders")
+                   help="also measure the networks in these results.jsonl files or folders")
     args = p.parse_args(argv)
     others = networks_of(read(args.rows))
     if args.rows and not others:

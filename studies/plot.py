@@ -1,9 +1,9 @@
 """Draw every figure on the pages of studies/ from the stored rows. Needs matplotlib.
 
-    python -m studies.plot                # writes each figure beside its rows
+    python -m studies.plot                # writes each figure next to its rows
     python -m studies.plot FOLDER         # writes the figures below another folder
 
-Each figure is written as PNG and SVG. Colours and marks are those of studies/colours.py.
+Each figure is written as PNG and SVG. Colours and marks come from studies/colours.py.
 """
 
 import argparse
@@ -35,7 +35,7 @@ FIGURE_WIDTH = 9                               # inches; a slide shows figures 1
 # --- shared by all figures ------------------------------------------------------------------------
 
 def family(arm):
-    """The family of an arm, which gives its colour and mark; see studies/colours.py."""
+    """Return the family of an arm, a key of FAMILIES in studies/colours.py."""
     name = without_recipe(arm).removesuffix("-adv")
     if name in ("uniform-l0", "paper-0.05-n4"):
         return "average"
@@ -46,7 +46,7 @@ def family(arm):
 
 
 def look_of(arm):
-    """The colour, mark and line style of an arm. An adversarially trained arm has open marks."""
+    """Return colour, mark and line style of an arm; adversarially trained arms have open marks."""
     if without_recipe(arm) == "symmetric-adv":
         return look("adversarial")
     return look(family(arm)) | (dict(linestyle="--", fillstyle="none") if "-adv" in arm else {})
@@ -67,7 +67,7 @@ def band(ax, curve, **style):
 
 
 def save_figure(figure, path, finding):
-    """Write a figure as PNG and as SVG. finding: its title, one sentence."""
+    """Write a figure as PNG and as SVG. finding: the title, one sentence with the result."""
     figure.suptitle(finding, fontsize=12.5, fontweight="bold")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -84,7 +84,7 @@ SERIES = {"symmetric": "symmetric attention, by epochs", "rpc": "RPC",
 
 
 def series(arm):
-    """The series of the figure to which an arm belongs: a key of SERIES."""
+    """Return the series of the figure to which an arm belongs, a key of SERIES."""
     if arm.endswith("-adv"):
         return "adversarial"
     if arm.startswith(("flat", "your ", "timm")):
@@ -225,8 +225,10 @@ def budget_figure(panels, path, shown, finding):
 # --- lambda ---------------------------------------------------------------------------------------
 
 def trained_with_lambda():
-    """The networks that were trained with a lambda: dicts of form, lambd, top1 and entropy of
-    layer 0 (nan where it was not measured)."""
+    """Yield a dict per network that was trained with some lambda: form, lambd, top1, entropy.
+
+    entropy: of layer 0, nan if it was not measured.
+    """
     entropy = {row["run"]: row.get("entropy", np.nan) for path in files(line.PICTURES["fresh"][2])
                for row in common.read_log(path)}
     for n in line.stored("fresh"):
@@ -239,7 +241,8 @@ def trained_with_lambda():
 def lambda_figure(path, finding):
     """Draw clean accuracy and entropy of layer 0 against lambda, one column per variant of PAP.
 
-    Curves: two shipped networks whose layer 0 was replaced. Plus signs: trained with this lambda.
+    Curves: two shipped networks; lambda is changed in layer 0 without training. Plus signs:
+    networks that were trained with this lambda.
     """
     rows, trained = common.read_log(RESULTS / "line/lambda.jsonl"), list(trained_with_lambda())
     lambdas = sorted({row["lambd"] for row in rows})
@@ -269,12 +272,14 @@ def lambda_figure(path, finding):
 AXES = {"hashed": "drawn for\neach image", "image": "another\nimage's", "x": "the\ninput's",
         "other": "another\nhead's", "own": "kernel\nPCA's own", "detached": "own, no\ngradient",
         "mean": "kernel PCA's\nmean", "random": "random,\nfixed"}
-VARYING = 6                                     # so many of them differ from image to image
+VARYING = 6                                     # the first 6 kinds differ from image to image
 
 
 def axes_figure(path, finding):
-    """Draw held-out losses by kind of axes: one point per network, one line per seed, bars of
-    means."""
+    """Draw held-out losses by kind of axes: one point per network, one line per seed.
+
+    Bars show the means over seeds.
+    """
     rows = [row for row in common.read_log(RESULTS / "decider/constancy.jsonl")
             if row["arm"].startswith("span-")]
     losses = {(row["seed"], row["arm"].removeprefix("span-")): row["loss"] for row in rows}
@@ -329,8 +334,11 @@ def training_figure(path, finding):
 # --- where is S? ----------------------------------------------------------------------------------
 
 def where_figure(path, finding):
-    """Draw RPC as published over training, mean and range of its seeds: the residual of K = L + S,
-    the size of S, and the AUC of three scores for three kinds of corruption."""
+    """Draw RPC as published over training: the mean of its seeds, with a band for their range.
+
+    The first panel has the residual of K = L + S and the size of S. The other panels have the AUC
+    of three scores, each panel for one kind of corruption.
+    """
     by_step = {step: values for (network, step), values in where_is_s.over_seeds(
         common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer0"}
     scores = {"S, step 4": ("S", "^", "-", "#d55e00"),

@@ -5,12 +5,13 @@
     python -m studies.pro_attention --ckpt weights/shapes_softmax.pt --limit 64     # one network
 
 Hou et al. (NeurIPS 2024) replace softmax attention in a trained network by a robust weighted mean,
-`pro_attention` in studies/robust_attentions.py, without training. The released code detaches the
-distances that give the weights, so an attack along the gradient does not see how it changes the
-weights. Here each softmax network is evaluated as trained and with ProAttention in all layers,
-and PGD follows the released gradient and the true one.
+`pro_attention` in studies/robust_attentions.py, without further training. The weights depend on
+distances, and the released code detaches these distances. So the gradient does not contain the
+effect of a pixel on the weights, and an attack along the gradient cannot use it. Here each softmax
+network is evaluated as trained and with ProAttention in all layers. PGD follows the released
+gradient in one measure and the true gradient in another.
 
-A killed run continues: start the same command again. Each finished evaluation appends one row to
+To continue a killed run, start the same command again. Each finished evaluation appends one row to
 studies/results/pro_attention/rows.jsonl. The plan, studies/results/pro_attention/plan.md, was fixed
 before the runs and gives each outcome its meaning.
 """
@@ -40,7 +41,7 @@ from studies.stats import crossed, holm, show, show_p, unpack_bits
 
 RESULTS = Path(__file__).parent / "results/pro_attention"
 EPS, SEVERITY, LIMIT = 2 / 255, 3, 150
-VARIANTS = {                                            # the pilot's; settings of pro_attention
+VARIANTS = {                            # settings of pro_attention, chosen in the pilot
     "softmax": None,
     "huber 4": ("penalty=huber", "delta=4"),
     "huber 1": ("penalty=huber", "delta=1"),
@@ -54,7 +55,7 @@ HIDDEN, TRUE = "pgd, released gradient", "pgd, true gradient"
 # --- one network ----------------------------------------------------------------------------------
 
 def with_pro_attention(checkpoint, variant, hide_gradient=False):
-    """Rebuild a softmax network with a variant's attention in all layers, on the same weights."""
+    """Rebuild a softmax network: the same weights, but a variant's attention in all layers."""
     if VARIANTS[variant] is None:
         return vit.classifier_from_checkpoint(checkpoint)
     kind = register("pro", *VARIANTS[variant], f"hide_gradient={int(hide_gradient)}")
@@ -64,15 +65,16 @@ def with_pro_attention(checkpoint, variant, hide_gradient=False):
 
 @torch.no_grad()
 def is_right(model, images, labels):
-    """Tell for each image whether the network names its class: (n,) bool."""
+    """Return which images are classified correctly, (n,) bool."""
     return torch.cat([model(x).argmax(1) == y for x, y in zip(images.split(50), labels.split(50))])
 
 
 def measure(checkpoint, variant, images, labels):
-    """Evaluate one network: {measure: which images are right, (n,) bool}.
+    """Evaluate one network: {measure: which images are classified correctly, (n,) bool}.
 
-    images: (n, 3, S, S) uint8. "pgd, released gradient" takes its gradient from the network whose
-    distances are detached; all measures judge the images on the network with the true gradient.
+    images: (n, 3, S, S) uint8. "pgd, released gradient" takes its gradient from a network whose
+    distances are detached. In every measure, the network with the true gradient classifies the
+    images; both networks have the same outputs.
     """
     model, released = (with_pro_attention(checkpoint, variant, hide) for hide in (False, True))
     for network in (model, released):
@@ -95,7 +97,7 @@ def measure(checkpoint, variant, images, labels):
 # --- all networks ---------------------------------------------------------------------------------
 
 def read_rows():
-    """Read the stored rows, [] without the file."""
+    """Read the stored rows; [] if there is no file."""
     path = RESULTS / "rows.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -111,7 +113,7 @@ def train(folder, seed):
 
 
 def run(args):
-    """Train and evaluate what has no row yet; one row per seed and variant."""
+    """Train and evaluate the seeds and variants without a row; append one row for each."""
     test = load_shapes("test", args.limit)
     for seed in args.seeds:
         stored = [row for row in read_rows() if row["seed"] == seed]
@@ -143,7 +145,10 @@ def commit():
 # --- tables ---------------------------------------------------------------------------------------
 
 def outcomes(rows):
-    """Read {measure: {(variant, seed): (n,) of 0 and 100}}; 15 corruptions: mean per image."""
+    """Unpack rows into {measure: {(variant, seed): (n,) of 0 and 100}}.
+
+    "15 corruptions" has the mean over the corruptions for each image.
+    """
     found = {}
     for row in rows:
         hits = {name: 100 * unpack_bits(text, row["images"]) for name, text in row["right"].items()}
@@ -192,11 +197,14 @@ def report(rows):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--run", action="store_true", help="train and evaluate what has no row yet")
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[60], help="with --run")
+    p.add_argument("--run", action="store_true", help="train and evaluate networks without a row")
+    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[60],
+                   help="seeds to train with --run (default: 60)")
     p.add_argument("--ckpt", type=Path, help="evaluate this softmax checkpoint; nothing is stored")
-    p.add_argument("--limit", type=common.COUNT, default=LIMIT, help="test images")
-    p.add_argument("--out_dir", type=Path, default=Path("out/pro_attention"), help="for networks")
+    p.add_argument("--limit", type=common.COUNT, default=LIMIT,
+                   help=f"number of test images (default: {LIMIT})")
+    p.add_argument("--out_dir", type=Path, default=Path("out/pro_attention"),
+                   help="folder for networks (default: out/pro_attention)")
     args = p.parse_args(argv)
     if args.ckpt:
         test, checkpoint = load_shapes("test", args.limit), common.load(args.ckpt)

@@ -29,7 +29,7 @@ class Heads(NamedTuple):
     """The heads of one layer, float64: it computes h = softmax(q k^T / sqrt(D)) v."""
     q: torch.Tensor                     # (B, H, N, D)
     k: torch.Tensor                     # (B, H, N, D)
-    v: torch.Tensor                     # (B, H, N, D) the factor of A: (I - S) V if scaled, else V
+    v: torch.Tensor                     # (B, H, N, D) A multiplies it: (I - S) V if scaled, else V
     raw: torch.Tensor                   # (B, H, N, D) V
     x: torch.Tensor                     # (B, N, C) the layer's input
     S: torch.Tensor | None = None       # (B or 1, H, N, N) of Scaled Attention
@@ -37,7 +37,10 @@ class Heads(NamedTuple):
 
 @torch.no_grad()
 def attention_inputs(module, x):
-    """Return the Heads of a SelfAttention for its input x (B, N, C). RPC: of its last step."""
+    """Return the Heads of a SelfAttention for its input x (B, N, C).
+
+    For RPC, q and k come from the last PAP step.
+    """
     q, k, raw = module.project(x)
     S, steps = None, module.trace(x)
     if steps:
@@ -102,7 +105,7 @@ def load_model(path):
 
 
 def untrained(model, checkpoint):
-    """Rebuild (network, checkpoint) of a run of train_cls.py as it was before its first step."""
+    """Rebuild the network of a train_cls.py run before its first step: (network, checkpoint)."""
     args = checkpoint.get("args")
     if not args or args.get("init_from"):
         raise InputError("--untrained: expected runs of train_cls.py that started from random "
@@ -127,7 +130,7 @@ def load_test_images(checkpoint, config, n):
 
 
 def points(args):
-    """Yield (run, step, model, images) per --ckpt; --untrained adds step 0 of each run."""
+    """Yield (run, step, model, images) for each --ckpt; --untrained also yields step 0 of a run."""
     started = set()
     for path in map(Path, args.ckpt):
         model, checkpoint = load_model(path)
@@ -188,7 +191,7 @@ def write_csv(path, rows, mode="w"):
 
 
 def read_csv(path):
-    """Read the rows of a CSV file, [] if it does not exist. "network" is the run without seed."""
+    """Read the rows of a CSV file; [] if there is no file. "network": the run without its seed."""
     if not path.exists():
         return []
     with open(path, newline="") as f:

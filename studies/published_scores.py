@@ -1,4 +1,4 @@
-"""Measure noise and exact kernel PCA by the scores that others published.
+"""Apply the scores of two published studies to noise and to exact kernel PCA.
 
     python -m studies.published_scores --ckpt out/cifar10_softmax
     python -m studies.published_scores --ckpt out/cifar10_softmax/*.pt --exp losses
@@ -6,7 +6,7 @@
 [P] is Teo & Nguyen 2024, code `rachtsy/KPCA_code:Reconstruction`. [R] is Saritas & Yildiz 2025
 (arXiv 2505.07908), code `KarahanS/Reproduction-Study-KPCA:scripts`. Both used their scores to say
 that attention is, or is not, kernel PCA. Each score is printed with the controls of
-studies/kernel_pca.py and with exact kernel PCA. kernel_pca.py has the measures that replace them:
+studies/kernel_pca.py and with exact kernel PCA. kernel_pca.py has measures that replace the scores:
 
     question             [P] and its code              [R]                           kernel_pca.py
     length of a_d        |u_d| = 1 assumed             |a_d| = 1, so |u_d|^2 = mu_d  |u_d| = 1
@@ -34,9 +34,10 @@ from studies.stats import scipy_stats
 def official_loss(q, k, v, with_h=True):
     """Compute J as the released code logs it: log mean(phi^2 - h^2).
 
-    q, k, v: (B, H, N, D), q and k not standardised. The released code takes g from the first column
-    of the attention matrix (App. C), but it leaves out 1/sqrt(D) in |q|^2 and q.k_1. So "phi^2" is
-    about e^40, and subtracting h^2 (about 5) changes no digit: the result does not depend on v.
+    q, k, v: (B, H, N, D); q and k are standardised here. The released code computes g from the
+    first column of the attention matrix (App. C), but it leaves out 1/sqrt(D) in |q|^2 and q.k_1.
+    So "phi^2" is about e^40. Subtracting h^2 (about 5) changes no digit, so the result does not
+    depend on v. with_h: False leaves out h^2.
     """
     q, k = standardise(q), standardise(k)
     first = (q * k[..., :1, :]).sum(-1)                         # q_i.k_1 without 1/sqrt(D)
@@ -53,7 +54,7 @@ def exp_losses(layer):
     """The projection error as released by [P], with standardised q and k.
 
     "J official": the log of the released code's J. "without h": |h|^2 is left out. The score
-    depends on which key comes first. It is the log of a mean over all images together.
+    depends on the choice of the first key. It is the log of a mean over all images together.
     """
     return {m: {source: official_loss(layer.q, layer.k, v, with_h)[:, None, None].expand(
         -1, *layer.q.shape[1:3]) for source, v in layer.values.items()}     # (draws, B, H)
@@ -63,18 +64,21 @@ def exp_losses(layer):
 # --- are the values eigenvectors? -----------------------------------------------------------------
 
 def gamma(axes, a):
-    """e^c K~ a / (N a), (..., N, Dv). Eigenvectors give constant columns; 0/0 counts as 0."""
+    """Return e^c K~ a / (N a), (..., N, Dv). Eigenvectors give constant columns; 0/0 is 0."""
     return torch.where(a == 0, 0, axes.G @ a / (a.shape[-2] * a))
 
 
 def numeric_a_hat(v, log_g):
-    """(I - 1_N)^-1 G^-1 v as printed in [P]. A singular matrix: RuntimeError or noise of 1e14."""
+    """Return (I - 1_N)^-1 G^-1 v as printed in [P].
+
+    The matrix is singular, so the result is a RuntimeError or noise of size 1e14.
+    """
     N = v.shape[-2]
     return torch.linalg.inv(torch.eye(N, dtype=v.dtype) - 1 / N) @ a_hat(v, log_g, scaled=True)
 
 
 def pair_differences(x):
-    """Mean of |x_i - x_j| over pairs i < j of the second last dimension."""
+    """Return the mean of |x_i - x_j| over pairs i < j of the second last dimension."""
     i, j = torch.triu_indices(x.shape[-2], x.shape[-2], 1)
     return (x[..., i, :] - x[..., j, :]).abs().mean(-2)
 
@@ -83,8 +87,8 @@ def exp_gammas(layer):
     """The test of Eq. 11 in [P]: gamma = K~ a / (N a) is constant if mean |gamma_i - gamma_j| is 0.
 
     Eigenvalues of K~ never exceed 1 / min g, so every difference is near 0. "numeric inverse": uses
-    (I - 1_N)^-1, which does not exist; it is near 0 for noise, too. "|dgamma|/lambda": uses the
-    pseudo-inverse, and divides by the mean of the first Dv eigenvalues lambda_d = mu_d / N.
+    (I - 1_N)^-1, which does not exist; the score is near 0 for noise, too. "|dgamma|/lambda": uses
+    the pseudo-inverse, and divides by the mean of the first Dv eigenvalues lambda_d = mu_d / N.
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     lam = axes.sigma[..., :d].mean(-1, keepdim=True) / N
@@ -110,19 +114,19 @@ def exp_gammas(layer):
 # --- similarity of learned and theoretical values -------------------------------------------------
 
 def matrix_cosine(K, L):
-    """The cosine of two matrices (..., N, N), taken as vectors."""
+    """Return the cosine of two matrices (..., N, N), taken as vectors."""
     return (K * L).sum((-2, -1)) / (K.norm(dim=(-2, -1)) * L.norm(dim=(-2, -1)))
 
 
 def cka(X, Y):
-    """Linear CKA of X (..., N, a) and Y (..., N, b), whose rows belong together."""
+    """Return the linear CKA of X (..., N, a) and Y (..., N, b). Row i of both is token i."""
     X, Y = (M - M.mean(-2, keepdim=True) for M in (X, Y))
     X, Y = (M / M.norm(dim=(-2, -1), keepdim=True) for M in (X, Y))
     return matrix_cosine(X @ X.mT, Y @ Y.mT)
 
 
 def kernel_cka(X, Y):
-    """CKA with Gaussian kernels; their width is the median nonzero squared distance."""
+    """Return the CKA with Gaussian kernels; their width is the median nonzero squared distance."""
     def gram(X):
         d2 = torch.cdist(X, X, compute_mode="donot_use_mm_for_euclid_dist").square()
         d2 = d2 / d2.amax((-2, -1), keepdim=True)
@@ -162,7 +166,8 @@ def exp_similarities(layer):
     """The scores of [R]: learned against theoretical values, |a_d| = 1. KPCA: theoretical, rotated.
 
     optimal: the mean cosine of rows (tokens), matched one to one. It falls if axes are rotated,
-    which W_O can undo, and chance is not 0. Then linear and kernel CKA.
+    although W_O can undo a rotation, and chance is not 0. CKA linear, CKA kernel: see `cka` and
+    `kernel_cka`.
     """
     axes, rows = layer.axes, layer.axes.U[..., :layer.dv]
     if rows.shape[-1] < layer.dv:

@@ -1,22 +1,23 @@
-"""Robust attentions on one footing: which of them withstands corrupted and attacked images?
+"""Compare published robust attentions on corrupted and attacked images, in one framework.
 
     python -m studies.robust_attentions train_cls.py --attn keys-rows --out_dir out/rows_s0
     python -m studies.robust_attentions train_cls.py --attn "keys lambd=0.25" --seed 1
     python -m studies.robust_attentions eval_robust.py --ckpt out/rows_s0
     python -m studies.robust_attentions "keys lambd=0.25" eval_robust.py --ckpt FOLDER
 
-Four groups have published attentions that are to withstand corrupted tokens, each with a harness of
-its own. Here each is a function of at most 15 lines, entered in ATTENTIONS of attention.py under
-its name and settings ("keys lambd=0.5 n_iter=4"); this command runs our scripts with them. An
-attention attends in --rpc_layers, layer 0 by default, and symmetric attention elsewhere;
-elliptical in all layers, as it compares each with the one before. `python -m studies.arms
-robustness` has all of them over seeds, beside symmetric attention.
+Four groups have published attentions that should be robust to corrupted tokens, each with different
+code and experiments. Here each attention is a function of at most 15 lines. `register` adds it to
+ATTENTIONS of attention.py under its name and settings ("keys lambd=0.5 n_iter=4"), and this command
+runs our scripts with these attentions. A robust attention runs in --rpc_layers (layer 0 by
+default); all other layers have symmetric attention. Elliptical attention runs in all layers,
+because it compares each layer with the layer before. `python -m studies.arms robustness` compares
+all of them with symmetric attention over several seeds.
 
-Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). Queries
-are the keys, as in the paper's baseline; only elliptical and pro have separate queries. A(K) =
-softmax(K K^T / sqrt(D)). The rule for each outcome was fixed before the runs:
-studies/results/robust_attentions/README.md. "pro" changes trained networks without training, so it
-attends in all layers and has a separate study, studies/pro_attention.py.
+Every function takes k, v (B, H, N, D) and settings, and returns the output (B, H, N, D). The keys
+are also the queries, as in the paper's baseline; only elliptical and pro have separate queries.
+A(K) = softmax(K K^T / sqrt(D)). The rule for each outcome was fixed before the runs:
+studies/results/robust_attentions/README.md. "pro" replaces softmax attention in trained networks,
+so it runs in all layers and has a separate study, studies/pro_attention.py.
 """
 
 import math
@@ -35,28 +36,29 @@ from common import InputError
 
 
 def scores(q, k):
-    """q k^T / sqrt(D), (B, H, N, N)."""
+    """Return q k^T / sqrt(D), (B, H, N, N)."""
     return q @ k.mT / math.sqrt(k.shape[-1])
 
 
 # --- weights of tokens: robust kernel density -----------------------------------------------------
 
 def huber(d, a):
-    """psi(d) / d: 1 up to a, then a / d."""
+    """Return Huber's weight psi(d) / d of a distance d: 1 up to a, then a / d."""
     return a / d.clamp_min(a)
 
 
 def hampel(d, a):
-    """psi(d) / d with corners a, 2a, 3a: 1, then a / d, falling to 0 at 3a."""
+    """Return Hampel's weight psi(d) / d: 1 up to a, a / d up to 2a, then falling to 0 at 3a."""
     return (a / d.clamp_min(a)).minimum((3 * a / d - 1).clamp_min(0))
 
 
 def token_weights(x, psi, a, rounds, released=False):
-    """Weights (B, H, N) of sum 1 of a robust kernel density of the points x (B, H, N, D).
+    """Return the weights of a robust kernel density of the points x (B, H, N, D): (B, H, N), sum 1.
 
-    IRWLS: d_j^2 = 1 - 2 (kappa w)_j + w^T kappa w is a point's distance from the weighted mean in
-    feature space, w_j ~ psi(d_j) / d_j. a: in medians of d (Kim & Scott 2012). released: + (kappa
-    w)_j instead, as in the code.
+    Iteratively reweighted least squares: d_j^2 = 1 - 2 (kappa w)_j + w^T kappa w is the squared
+    distance of point j from the weighted mean in feature space. Then w_j is proportional to
+    psi(d_j) / d_j. psi: `huber` or `hampel`. a: in units of the median of d (Kim & Scott 2012).
+    released: True has + (kappa w)_j instead of - 2 (kappa w)_j, as in the released code.
     """
     x = F.normalize(x, dim=-1)
     kappa = ((x @ x.mT - 1) / math.sqrt(x.shape[-1])).exp()             # kappa(x, x) = 1
@@ -71,14 +73,16 @@ def token_weights(x, psi, a, rounds, released=False):
 
 
 def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
-    """h_i = sum_j w_j kappa_ij v_j / sum_j w_j kappa_ij.
+    """Robust kernel density attention: h_i = sum_j w_j kappa_ij v_j / sum_j w_j kappa_ij.
 
-    Han et al. 2023 (NeurIPS), `aaronhan223/robust_transformer`. joint: the weights above the line
-    are those of keys and values together, so rows of attention need not sum to 1. Departures from
-    the released code: there d_j^2 = 1 + ... is at least 1 while Hampel's last corner is 3a = 0.6,
-    so its weights are uniform, and Huber's nearly so; here d is a distance, a is in medians of d,
-    the weights' kernel has half the exponent, scores are of raw keys, and Hampel has no floor
-    (theirs: 0.01).
+    Han et al. 2023 (NeurIPS), `aaronhan223/robust_transformer`. joint: True computes the weights in
+    the numerator from keys and values together, so rows of attention need not sum to 1.
+
+    Differences from the released code: in the released code, d_j^2 = 1 + ... is at least 1, but
+    Hampel's last corner is 3a = 0.6. So Hampel's weights are uniform there, and Huber's are nearly
+    uniform. Here d is a distance and a is in medians of d. The kernel of the weights has half the
+    exponent, and scores come from raw keys. Hampel's weight can be 0; in the released code, it is
+    at least 0.01.
     """
     below = token_weights(k, psi, a, rounds, released)
     above = token_weights(torch.cat([k, v], -1), psi, a, rounds, released) if joint else below
@@ -88,11 +92,11 @@ def rkde(k, v, psi=huber, a=1.0, rounds=1, joint=True, released=False):
 
 
 def mom(k, v, m=3, layer=None):
-    """Median of means: of m blocks of keys, a query uses the one whose kernel sum is the median.
+    """Median of means: keys form m blocks, and a query uses the block with the median kernel sum.
 
-    Han et al. 2023. The split is random; in an evaluation always the same, as that is no lottery.
-    Here the blocks are a partition and each query has its own median; the released code draws
-    overlapping subsets of nearly all keys and takes one median for the whole batch.
+    Han et al. 2023. The blocks are random; in eval mode they are always the same, so that results
+    are repeatable. Here the blocks do not overlap, and each query has its own median. The released
+    code draws overlapping subsets of nearly all keys and takes one median for the whole batch.
     """
     random = torch.Generator().manual_seed(0) if layer and not layer.training else None
     block = (torch.randperm(k.shape[-2], generator=random) % m).to(k.device)
@@ -107,15 +111,16 @@ def mom(k, v, m=3, layer=None):
 
 def pro_attention(q, k, v, penalty="huber", steps=3, gamma=4.0, delta=4.0, step=1.0, eps=0.01,
                   hide_gradient=False):
-    """Robust weighted mean of the values for each query, found by reweighted least squares.
+    """Compute a robust weighted mean of the values for each query, by reweighted least squares.
 
     Hou et al. 2024 (NeurIPS), `chris-hzc/ProTransformer`. Softmax attention gives the first mean
-    M; each of `steps` Newton steps lowers the weight of values that are far from M. It needs no
-    training, so it can take the place of softmax attention in a trained network.
+    M. Each of `steps` Newton steps lowers the weight of values that are far from M. The method
+    needs no training, so it can replace softmax attention in a trained network.
 
     q, k, v, result: (B, H, N, D). penalty: "l1", "mcp" (with gamma) or "huber" (with delta). step:
-    from the old mean (0) to the new one (1). hide_gradient: True: no gradient flows through the
-    distances, as in the released code, so an attack cannot follow the weights.
+    the step size, from 0 (keep the old mean) to 1 (take the new mean). hide_gradient: True stops
+    the gradient at the distances, as in the released code, so an attack along the gradient ignores
+    how the weights change.
     """
     A = scores(q, k).softmax(-1)
     M = A @ v                                                           # (B, H, N, D)
@@ -136,10 +141,11 @@ PENALTIES = {                                           # weights w(d), where d 
 # --- other kernels --------------------------------------------------------------------------------
 
 def elliptical(q, k, v, last=None):
-    """Scores q^T M k / sqrt(D), M_d = mean_n |v_d - last_d| over its maximum, without gradient.
+    """Attend with scores q^T M k / sqrt(D), where M is diagonal.
 
-    Nielsen et al. 2024 (NeurIPS), `stefvk/Elliptical-Attention`. last: the last layer's values, or
-    None in layer 0: softmax attention. Returns the output alone.
+    M_d = mean_n |v_d - last_d|, divided by its maximum; no gradient flows through M. last: the
+    values of the layer before; None in layer 0 gives softmax attention. Nielsen et al. 2024
+    (NeurIPS), `stefvk/Elliptical-Attention`.
     """
     if last is not None:
         M = (v - last).detach().abs().mean(-2, keepdim=True)            # (B, H, 1, D)
@@ -148,13 +154,15 @@ def elliptical(q, k, v, last=None):
 
 
 class Elliptical(nn.Module):
-    """Elliptical attention of a layer, which keeps its values for the layer after it. Layers are
-    made in order, so each knows the one before."""
-    latest = None                                           # the layer that was made last
+    """Elliptical attention of a layer; it keeps its values for the next layer.
+
+    Layers are built in order, so each layer can store a reference to the layer before.
+    """
+    latest = None                                           # the layer that was built last
 
     def __init__(self, layer):
         super().__init__()
-        self.before = (Elliptical.latest,)                  # in a tuple it is no part of this one
+        self.before = (Elliptical.latest,)                  # a tuple: not a submodule
         self.values, Elliptical.latest = None, self
 
     def forward(self, q, k, v, layer):
@@ -164,7 +172,7 @@ class Elliptical(nn.Module):
 
 
 class EllipticalFirst(Elliptical):
-    """That of layer 0: softmax attention."""
+    """Elliptical attention of layer 0, which is softmax attention."""
 
     def __init__(self, layer):
         super().__init__(layer)
@@ -172,9 +180,10 @@ class EllipticalFirst(Elliptical):
 
 
 def sinkhorn(k, v, rounds=3):
-    """Attention that is doubly stochastic: rows, columns, rows normalised. Sander et al. 2022.
+    """Attend with doubly stochastic weights: normalise rows, columns, then rows again.
 
-    Theirs is N times this; they did not publish it for robustness.
+    Sander et al. 2022. Their output is N times this output. They did not publish it as a robust
+    attention.
     """
     s = scores(k, k)
     for i in range(rounds):
@@ -185,18 +194,20 @@ def sinkhorn(k, v, rounds=3):
 # --- PAP on the keys alone: K = L + S in one space ------------------------------------------------
 
 def shrink_rows(x, tau):
-    """A whole row at a time: r max(1 - tau / |r|, 0); the prox of tau sum_j |r_j|."""
+    """Shrink each row r to r max(1 - tau / |r|, 0), the proximal operator of tau sum_j |r_j|."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * (1 - tau / size.clamp_min(1e-12)).clamp_min(0)
 
 
 def keys(k, v, lambd=1.0, n_iter=4, rows=False):
-    """L = A(K - S) (K - S), S = shrink(K - L, lambda mean |K|); then h = A(K - S) V.
+    """Proximal steps on keys: L = A(K - S) (K - S), S = shrink(K - L, lambda mean |K|).
 
-    Ours: Algorithm 1 does not print what A multiplies; if it is the keys, L and S share K's space.
-    There is no dual variable: alternating proximal steps, not ADMM, so L + S does not become K; the
-    largest |K - L - S| is the threshold. rows: S is sparse in tokens (outlier pursuit, Xu et al.
-    2010); often S has no row at all, and the attention is symmetric.
+    The output is A(K - S) V. This attention is ours. The paper's Algorithm 1 does not print the
+    operand that A multiplies; if A multiplies the keys, L and S are in the same space as K. The
+    steps alternate without a dual variable, so this is not ADMM, and L + S does not become K: the
+    largest |K - L - S| is the threshold. rows: True makes whole tokens of S zero or nonzero
+    (outlier pursuit, Xu et al. 2010). Often all rows of S are zero; then this is symmetric
+    attention.
     """
     size = torch.linalg.vector_norm(k, dim=-1, keepdim=True) if rows else k.abs()
     tau = lambd * size.mean((-2, -1), keepdim=True)
@@ -209,9 +220,10 @@ def keys(k, v, lambd=1.0, n_iter=4, rows=False):
 
 
 def weights(k, v, rounds=2):
-    """Tokens that the others cannot predict count less: r_j = |k_j - sum_(i != j) A_ji k_i|.
+    """Lower the weight of tokens that other tokens predict badly: r_j = |k_j - sum_i A_ji k_i|.
 
-    Ours: w = min(1, mean(r) / r), Huber's, and log w is added to the scores.
+    The sum leaves out i = j. This attention is ours. The weight is Huber's, w = min(1, mean(r) /
+    r), and log w is added to the scores.
     """
     s, w = scores(k, k), torch.ones_like(k[..., 0])
     others = 1 - torch.eye(k.shape[-2], device=k.device, dtype=k.dtype)
@@ -223,17 +235,17 @@ def weights(k, v, rounds=2):
 
 
 def sharp(k, v, n_iter=4):
-    """A((n - 2) K) V: the keys of PAP's step n while S is 0, without the L's that belong to them.
+    """Compute A((n - 2) K) V, a control that is sharper than symmetric attention but not robust.
 
-    A control of ours, robust in nothing: logits are multiplied by (n - 2)^2. It is sharper than
-    symmetric attention, but not what PAP computes: without the L's a fifth of the attention is
-    elsewhere (64 scenes, weights/shapes_rpc.pt).
+    While S is 0, the keys of PAP's step n are (2 - n) K plus the sum of earlier L's. This control
+    keeps the first part only, so logits are multiplied by (n - 2)^2. Because the L's are left out,
+    a fifth of the attention weight differs from PAP (64 scenes, weights/shapes_rpc.pt).
     """
     return symmetric_attention((n_iter - 2) * k, v)
 
 
 DENSITY = dict(a=1.0, rounds=1, joint=1, released=0)
-ROBUST = {              # name: (function, its settings in the runs and where none are given)
+ROBUST = {              # name: (function, its default settings, which the runs have)
     "rkde-huber": (partial(rkde, psi=huber), DENSITY),
     "rkde-hampel": (partial(rkde, psi=hampel), DENSITY | dict(a=0.5)),
     "mom": (mom, dict(m=3)), "sinkhorn": (sinkhorn, dict(rounds=3)),
@@ -244,10 +256,13 @@ PRO = dict(penalty="huber", steps=3, gamma=4.0, delta=4.0, hide_gradient=0)
 NAMES = [*ROBUST, "elliptical", "pro"]
 
 
-# --- as kinds of attention.py ---------------------------------------------------------------------
+# --- registration in attention.py -----------------------------------------------------------------
 
 def register(name, *pairs):
-    """Enter an attention, ("keys", "lambd=0.5"), in ATTENTIONS; returns its name there."""
+    """Add an attention to ATTENTIONS and return its name there.
+
+    name, pairs: for example "keys", "lambd=0.5".
+    """
     settings = dict(PRO if name == "pro" else ROBUST[name][1] if name in ROBUST else {})
     for key, _, text in (pair.partition("=") for pair in pairs):
         if key not in settings:
@@ -260,7 +275,7 @@ def register(name, *pairs):
                            "elliptical": (True, Elliptical)})
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
-    if name == "pro":                                   # in no LAYER_PATTERNS: in all layers
+    if name == "pro":                                   # runs in all layers: no LAYER_PATTERNS
         if settings["penalty"] not in PENALTIES:
             raise InputError(f"pro penalty={settings['penalty']}: expected one of "
                              f"{', '.join(PENALTIES)}")
@@ -282,12 +297,12 @@ def register(name, *pairs):
     return kind
 
 
-# name: its kind with the usual settings; pro is no arm of the comparison that trains
+# {name: its name in ATTENTIONS with default settings}, without "pro", which is never trained.
 USUAL = {name: register(name) for name in NAMES if name != "pro"}
 
 
 def main(argv=None):
-    """Run a script of ours; a word that names an attention becomes the name of its kind."""
+    """Run a script of this repository; words that name an attention are registered first."""
     argv = sys.argv[1:] if argv is None else argv
     argv = [register(*word.split()) if word.split(" ")[0] in NAMES else word for word in argv]
     script = next((i for i, word in enumerate(argv) if word.endswith(".py")), None)

@@ -2,10 +2,12 @@
 
 Attention uses v only through w_d = sum_j v_jd Phi(k_j), where Phi(x).Phi(y) = k(x, y): for any v,
 h_id = Phi(q_i).w_d / g(q_i). The output matrix can undo any v -> v R, so only span{w_d} matters. In
-kernel PCA, span{w_d} is the top principal subspace of the keys. EV and overlap measure this.
+kernel PCA, span{w_d} is the top principal subspace of the keys. `explained_variance` measures how
+much of the keys' variance a subspace contains. `token_overlap` measures how similar two column
+spaces are.
 
-Shapes: k (..., N, D), v (..., N, Dv), float64. Nothing overflows, because Phi(x) = e^n(x) psi(x)
-with |psi| = 1, and the exponents n are kept apart.
+Shapes: k (..., N, D), v (..., N, Dv), float64. Phi(x) = e^n(x) psi(x) with |psi| = 1. The exponents
+n are stored separately, so nothing overflows.
 """
 
 from functools import cached_property
@@ -47,19 +49,22 @@ def value_axes(span, v):
 def principal_axes(span):
     """Return the axes u_1, u_2, ... in rows, (..., N, R).
 
-    They come from features. kernel_pca takes them from the Gram matrix, whose rounding error would
-    spoil the small axes; here, those are still orthonormal.
+    The axes are computed from the features X. `kernel_pca` computes them from the Gram matrix,
+    where rounding errors spoil the axes with small variance. Here these axes are still orthonormal.
     """
     return torch.linalg.svd(span.X, full_matrices=False)[2]
 
 
 def explained_variance(span, Q):
-    """EV = tr(P C) / tr C, (...): the share of the keys' variance inside the subspace of Q."""
+    """Return EV = tr(P C) / tr C, (...): the share of the keys' variance in the subspace of Q."""
     return (span.X @ Q).square().sum((-2, -1)) / span.X.square().sum((-2, -1)).clamp(min=1e-300)
 
 
 def token_overlap(A, B):
-    """Sum of cos^2 of the principal angles of two bases, over the smaller rank. Chance: Dv/N."""
+    """Return the sum of cos^2 of the principal angles of two bases, divided by the smaller rank.
+
+    Chance is Dv/N.
+    """
     ranks = [Q.square().sum((-2, -1)) for Q in (A, B)]
     return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
 
@@ -70,9 +75,10 @@ class Layer:
     """`probe.Heads` prepared for experiments: tensors (1, B, H, N, D), and the controls.
 
     values: {source: (draws, B, H, N, D)}; the sources are "learned", "other" (another head), "x W"
-    (the input times random matrices) and "iid" (random numbers). All have the norm of v. In Scaled
-    Attention all are multiplied by I - S; raw has the values before this. key: (layer, index of
-    the first image) seeds the random numbers, so W is the same for all pieces of images.
+    (the input times random matrices) and "iid" (random numbers). All have the norm of v. Scaled
+    Attention multiplies all of them by I - S; `raw` has the values before this product. key:
+    (number of the layer, number of the first image), the seed of the random numbers. W depends on
+    the layer only, so W is the same for all pieces of images.
     """
 
     def __init__(self, heads, name="", key=(0, 0), draws=3):

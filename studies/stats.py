@@ -1,9 +1,9 @@
 """Turn evaluation rows into differences between variants, with intervals and tests.
 
-An "arm" is a set of networks that differ only in their seed. A difference of two arms varies for
-two reasons: other seeds give other networks, and other images give other hits and misses. An
-interval over seeds alone treats the images as fixed, so it is too narrow for a claim about images
-in general. `crossed` adds up both variances. `paired_t` is for one number per seed.
+An "arm" is a set of networks that differ only in their seed. The difference of two arms has two
+sources of variance: the seeds and the test images. An interval over seeds alone treats the images
+as fixed, so it is too narrow for a claim about images in general. `crossed` adds up both variances.
+`paired_t` is for one number per seed.
 
 Each study has two primary measures. A difference in a primary measure is significant, and printed
 bold, if it survives Holm's correction over all pairs of its family and both measures. All other
@@ -35,8 +35,11 @@ def scipy_stats():
 
 
 class Difference(NamedTuple):
-    """A mean difference over n seeds, its 95 % interval, two-sided p, standard error and degrees of
-    freedom. With one seed, everything except n and mean is nan."""
+    """A mean difference over n seeds, with its 95 % interval and its test.
+
+    low, high: the interval. p: two-sided. error: the standard error. df: degrees of freedom. With
+    one seed, everything except n and mean is nan.
+    """
     n: int
     mean: float
     low: float
@@ -52,8 +55,7 @@ NONE = Difference(0, *[nan] * 6)                            # no seeds
 # --- intervals ------------------------------------------------------------------------------------
 
 def student(n, mean, variance, df):
-    """Make a Difference whose mean / sqrt(variance) follows Student's t with df degrees of
-    freedom."""
+    """Make a Difference: mean / sqrt(variance) follows Student's t with df degrees of freedom."""
     t = scipy_stats().t
     if n < 2:
         return Difference(n, float(mean), nan, nan, nan, nan, nan)
@@ -65,7 +67,10 @@ def student(n, mean, variance, df):
 
 
 def satterthwaite(variance, parts):
-    """Degrees of freedom of a sum of variances. parts: (variance, degrees of freedom) of each."""
+    """Return the degrees of freedom of a sum of variances (Satterthwaite).
+
+    parts: a pair (variance, degrees of freedom) for each term of the sum.
+    """
     return variance ** 2 / max(sum(v ** 2 / df for v, df in parts), 1e-300)
 
 
@@ -80,11 +85,11 @@ def crossed(gaps):
     """Test differences (seeds, images); both seeds and images are random.
 
     The model is gap = mean + seed + image + rest. The variance of the seed means contains the
-    variances of seed and rest; the variance of the image means contains those of image and rest.
-    The sum of the two counts the rest twice, so the rest is subtracted once. With few seeds, the
-    variance of the seed means can come out below the value that the rest alone implies; it is then
-    raised to that value. Without this step, the test would use hundreds of degrees of freedom that
-    do not exist. With fewer than three seeds, p is nan.
+    variances of seed and rest. The variance of the image means contains the variances of image and
+    rest. The sum of both counts the rest twice, so the rest is subtracted once. With few seeds, the
+    variance of the seed means can be smaller than the variance that the rest alone causes; it is
+    then raised to this variance. Without this step, the test would use hundreds of degrees of
+    freedom that do not exist. With fewer than three seeds, p is nan.
     """
     gaps = np.asarray(gaps, float)
     S, I = gaps.shape
@@ -137,10 +142,11 @@ def detectable(error, df, tests=1):
 def judged(gaps, p, margins, level=0.95):
     """Judge the primary differences of a pair: "below", "above", "equal" or "open".
 
-    "below": at least one measure is significantly below the baseline, and none above; "above" is
-    the opposite. "equal": every interval of this level lies within ± its margin. Anything else and
-    fewer than three seeds, is "open". gaps: {measure: Difference}; p: {measure: p after Holm};
-    margins: {measure: number}.
+    "below": at least one measure is significantly below the baseline, and none above. "above": the
+    opposite. "equal": no measure differs significantly, and every interval of this level lies
+    within ± its margin. "open": any other case, and fewer than three seeds.
+
+    gaps: {measure: Difference}. p: {measure: p after Holm}. margins: {measure: number}.
     """
     if set(gaps) != set(margins) or min(d.n for d in gaps.values()) < 3:
         return "open"
@@ -176,7 +182,7 @@ def unpack_bits(text, n):
 
 
 def row_of(row):
-    """Make a Row of a line of results.jsonl. Only this function knows the names of its fields."""
+    """Turn a line of results.jsonl into a Row. No other function depends on its field names."""
     name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
@@ -206,7 +212,7 @@ def read(paths):
 
 
 def of_patches(row):
-    """Make Rows of accuracy on corrupted patches from a line of robust_attentions/patches.jsonl."""
+    """Turn a line of robust_attentions/patches.jsonl into Rows: accuracy on corrupted patches."""
     name = Path(row.get("checkpoint", "")).name
     arm, _, seed = name.rpartition("_s")
     return [Row(name, arm, int(seed), "patches", measure, 0.0, "", row["images"],
@@ -223,9 +229,9 @@ CORRUPTION_FAMILIES = {"15 corruptions": corruptions.NAMES, "noise": corruptions
 def outcomes(rows, limit):
     """Sort Rows into {measure: {(arm, seed): (images,) in per cent}}.
 
-    Rows with another number of images than limit form their own measure. A family of corruptions
-    is the mean of its types. The median budget needs clean images and at least three budgets of
-    PGD. InputError: a network has two rows of a measure, or a measure has two settings.
+    Rows whose number of images is not `limit` form a separate measure. A family of corruptions is
+    the mean of its types. The median budget needs clean images and at least three budgets of PGD.
+    InputError if a network has two rows of a measure, or if a measure has two settings.
     """
     found, hows = {}, {}
     for row in rows:
@@ -234,7 +240,7 @@ def outcomes(rows, limit):
         name = row.measure + (f", {row.images} images" if row.images != limit else "")
         if hows.setdefault(name, row.how) != row.how:
             raise InputError(f"{name} was measured with two settings, {hows[name]} and {row.how}; "
-                             "keep the rows of one")
+                             "keep the rows of one setting")
         of = found.setdefault(name, {})
         if (row.arm, row.seed) in of:
             raise InputError(f"{row.arm}, seed {row.seed} has two rows of {name}; keep one")
@@ -255,13 +261,16 @@ def outcomes(rows, limit):
 
 
 def median_budget(curve):
-    """The eps, in 1/255, at which half of the images are still right: (n,), its mean is that eps.
+    """Return the attack budget, in 1/255, at which half of the images are classified correctly.
 
-    curve: {eps: (n,) in per cent}, with clean images at 0; straight lines connect the budgets. Let
-    the mean cross one half between budgets a and b, which have accuracies A and B. Image i then has
-    the value eps + (r_i - 1/2) (b - a) / (A - B), where r_i is its interpolated accuracy. The mean
-    of these values is eps, and their scatter is the effect of drawing other images. A curve that
-    stays above one half gets its last budget.
+    curve: {eps: (n,) in per cent}, with clean images at 0. Budgets are connected by straight lines.
+    Let the mean accuracy cross one half at eps, between the budgets a and b with accuracies A and
+    B. If the curve stays above one half, the last budget is returned.
+
+    Returns:
+        one number per image, (n,), whose mean is the median budget eps. Image i has eps + (r_i -
+        1/2) (b - a) / (A - B), where r_i is its interpolated accuracy. The scatter of these numbers
+        is the effect of drawing other images.
     """
     budgets = sorted(curve)
     for a, b in zip(budgets, budgets[1:]):
@@ -323,7 +332,7 @@ def compare(found, pairs, primary, seeds=None, untested=()):
 # --- in words -------------------------------------------------------------------------------------
 
 def spread(values, form=".1f"):
-    """Format numbers as mean ± standard deviation, or "" if there are none. form: of the mean."""
+    """Format numbers as mean ± standard deviation, or "" without numbers. form: of the mean."""
     if not len(values):
         return ""
     deviation = f" ± {np.std(values, ddof=1):{form.lstrip('+')}}" if len(values) > 1 else ""
@@ -346,7 +355,7 @@ def show_p(p):
 
 
 def digits_of(measure):
-    """Digits after the decimal point that a measure is printed with."""
+    """Return the number of decimals with which a measure is printed."""
     return 2 if measure == "median budget" else 1
 
 

@@ -12,8 +12,8 @@ with three scores that need no trained S: |k| of the token, its distance from th
 image, and the S that PAP computes from the keys of a symmetric network. Accuracy is measured on the
 same corrupted images.
 
-On clean images the study also measures |K - S - L| / |K|, which is 0 at the end of ADMM, and |S| /
-|K|, because a small residual means nothing if S contains all of K.
+On clean images the study also measures the residual |K - S - L| / |K|, which is 0 at the end of
+ADMM. It also measures |S| / |K|, because a small residual means nothing if S contains all of K.
 """
 
 import argparse
@@ -62,7 +62,8 @@ def auc(score, hit):
 def first_layer(model, images):
     """Return the keys of layer 0 (B, H, N, D) and the steps of PAP: dicts of S, K2, L.
 
-    Without RPC-Attention in layer 0, PAP runs on its keys with the settings of the model_config.
+    If layer 0 has no RPC-Attention, PAP runs on the keys of layer 0 with the settings of the
+    model_config.
     """
     block = model.blocks[0]
     x = block.norm1(model.embed(images))
@@ -138,17 +139,17 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", nargs="+", default=[],
-                   help="runs or checkpoints of train_cls.py, all of one data set")
+                   help="run folders or checkpoints of train_cls.py, all with the same data set")
     p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="corruptions of "
                    "robust/patches.py (default: all); adversarial takes the longest")
     p.add_argument("--images", type=common.COUNT, default=300,
                    help="number of test images (default: 300)")
     p.add_argument("--rows", type=Path, default=ROWS,
-                   help="print the rows of this file if --ckpt is missing (default: stored rows)")
+                   help="without --ckpt, print the rows of this file (default: the stored rows)")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     if not args.rows.is_file():
-        raise common.InputError(f"--rows {args.rows}: no such file")
+        raise common.InputError(f"--rows {args.rows}: no such file; expected rows written by --out")
     rows = [checkpoint_row(path, args) for path in tqdm(args.ckpt, "checkpoints", disable=None)]
     if args.out:
         with open(args.out, "a") as file:
