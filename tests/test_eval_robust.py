@@ -772,7 +772,7 @@ BAD = {
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--weights ema": "--ckpt a.pt: it has no ema weights",
     "--device nothing": "argument --device: nothing",
-    "--image_size 64": "--image_size applies to checkpoints of other projects and models of --model",
+    "--image_size 64": "applies to checkpoints of other projects and models of --model",
     "--normalize half": "--normalize applies to checkpoints of other projects",
     "--window 16": "--window applies to segmentation",
     "--crop_pct 1": "--crop_pct applies to --data imagenet",
