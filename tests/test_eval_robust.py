@@ -737,7 +737,7 @@ def test_retrained_source_is_measured_again(
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """A folder with models that do not go together, and folders of images."""
+    """Return a folder with models that do not fit together, and folders of images."""
     folder = tmp_path_factory.mktemp("odd")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "large.pt", image_size=64)
@@ -749,7 +749,7 @@ def odd(tmp_path_factory):
     return folder
 
 
-# flags after --ckpt a.pt: what the line must hold
+# {flags after --ckpt a.pt: words that the error message must contain}
 BAD = {
     "--measures fgms": "expected one of clean",
     "--measures|pgd step=3": "expected one of eps, steps, alpha",
