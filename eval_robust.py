@@ -168,8 +168,8 @@ def get_args():
     flag("--corrupted_dir", type=os.path.normpath, help="read corrupted images instead of making "
          "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help=f"also run {name} by "
-             "default, on this folder with <class>/*; some of ImageNet's classes are enough")
+        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help=f"add the measure {name} "
+             "to the default: images in this folder, <class>/*, some of ImageNet's classes")
     flag("--frost_dir", type=os.path.normpath, help="make frost from the photographs frost1.png "
          "to frost5.jpg of ImageNet-C in this folder (default: from synthetic frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), help="corrupt images "
@@ -310,7 +310,7 @@ def describe_measures():
         lines.append(f"  {measure_text(f'{name:20}', shown)}".rstrip())
     lines.append("eps=1/255,2/255 measures both budgets. eps=... is set by --eps, alpha=... by "
                  "rel_step * eps.\njpeg85 compresses corrupted images as in ImageNet-C. "
-                 "robust/attacks.py explains the settings of attacks.")
+                 "robust/attacks.py\nexplains the settings of attacks.")
     return "\n".join(lines)
 
 
