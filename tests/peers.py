@@ -61,7 +61,7 @@ def imagecorruptions():
 def with_table(function, table):
     """Return a function of imagecorruptions with the severity constants of another image size.
 
-    table: the image size, 32 for CIFAR-10-C, a key in robust.corruptions.CONSTANTS. The constants are replaced in the
+    table: the image size, 32 for CIFAR-10-C, a key in CONSTANTS. The constants are replaced in the
     bytecode, because imagecorruptions has no argument for them.
     """
     old, new = (CONSTANTS[function.__name__][t] for t in (224, table))
