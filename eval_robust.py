@@ -237,16 +237,18 @@ def read_setting(name, setting, text, default):
     annotation = parameter.annotation if parameter else None
     words = {word: word for word in words_of_literal(annotation)}
     words = dict(yes=True, no=False) if isinstance(default, bool) else words
+    whole = type(default) is int                          # a count, such as steps
     try:
         if words:
             return words[text]
         if isinstance(default, (str, tuple)):
             return text
-        whole = type(default) is int                      # a count, such as steps
         return (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
-    except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
-        expected = f"expected {' or '.join(words)}" if words else error
-        raise InputError(f"--measures {name}: {setting}={text}: {expected}") from None
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"--measures {name}: {setting}={text}: {error}") from None
+    except (KeyError, ValueError, ZeroDivisionError):
+        expected = " or ".join(words) or ("a whole number" if whole else "a number, such as 0.1 or 2/255")
+        raise InputError(f"--measures {name}: {setting}={text}: expected {expected}") from None
 
 
 def parse_measure(text, known, preset="default", eps=None):
@@ -598,8 +600,12 @@ def released(run, name, severity, source):
     array = Path(folder, f"{name}.npy")
     if array.exists():
         part = slice((severity - 1) * 10000, severity * 10000)
-        images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
-                          for file in (array, array.with_name("labels.npy")))
+        pixels = source.images.shape[2:]
+        images = read_array(array, f"uint8 ({', '.join(map(str, ('N', *pixels, 3)))})",
+                            lambda a: a.dtype == np.uint8 and a.shape[1:] == (*pixels, 3))
+        labels = read_array(array.with_name("labels.npy"), "whole numbers (N,)",
+                            lambda a: a.dtype.kind in "iu" and a.shape == images.shape[:1])
+        images, labels = (torch.from_numpy(a[part].copy()) for a in (images, labels))
         images = images.permute(0, 3, 1, 2).to(run.device)
         found = Split(images, labels.long().to(run.device), source.classes)
     else:
@@ -610,6 +616,19 @@ def released(run, name, severity, source):
                          f"than the test split ({len(found.labels)}, expected "
                          f"{len(source.labels)})")
     return found
+
+
+def read_array(path, expected, fits):
+    """Open an array of CIFAR-10-C. fits(array): a check. expected: its description, for errors."""
+    try:
+        array = np.load(path, mmap_mode="r")
+        found = f"{array.dtype} {array.shape}"
+    except (OSError, ValueError, EOFError):
+        array, found = None, "no array of NumPy" if path.exists() else "no file"
+    if array is None or not fits(array):
+        raise InputError(f"--corrupted_dir {path.parent}: {path.name} is {found}, expected "
+                         f"{expected}: unpack CIFAR-10-C.tar there again")
+    return array
 
 
 def batches(run, images, label="", most=0):
