@@ -95,7 +95,7 @@ def test_broken_checkpoints_are_named(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match=f"^{path} [^\n]*$"):
             load(path)
-    with pytest.raises(InputError, match="nowhere"):
+    with pytest.raises(InputError, match="no checkpoint at nowhere; expected"):
         load("nowhere")
 
 
