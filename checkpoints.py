@@ -87,6 +87,9 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
     the model.
     """
     c, own, notes = model.config, model.state_dict(), []
+    if checkpoint.get("task", CLS) != CLS:
+        raise InputError(f"its task is {checkpoint['task']}, expected {CLS}: only a classifier's "
+                         f"checkpoint has the weights of this network")
     state = find_weights(checkpoint, weights)
 
     # RPC and symmetric attention have weights of equal shapes: compare the stored attention, too.

@@ -193,6 +193,7 @@ def parse_flags(parser, recipe, stored, fixed=()):
     parser.set_defaults(**{**recipe, **stored})
     parser.add_argument("-h", "--help", action="help", help="print this text and exit")
     args = parser.parse_args()
+    check_no_empty_value(args)
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     for name in ("batch_size", *fixed):
         if name in changed:
@@ -201,6 +202,13 @@ def parse_flags(parser, recipe, stored, fixed=()):
     if changed:
         print0(f"changed flags: {changed}")
     return args
+
+
+def check_no_empty_value(args):
+    """Raise InputError if a flag is empty text, as "$PHOTOS" is if that variable is not set."""
+    for name, value in vars(args).items():
+        if value == "" or isinstance(value, list) and "" in value:
+            raise InputError(f"--{name} has an empty value: give a value, or leave --{name} out")
 
 
 def run_folder(args, default):

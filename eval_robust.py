@@ -151,16 +151,16 @@ def get_args():
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", help="data set (default: the checkpoint's)")
-    flag("--data_dir", type=os.path.normpath, help="folder or text (default: as in training); for "
+    flag("--data_dir", type=plain_path, help="folder or text (default: as in training); for "
          "imagenet the folder with val/, where some of the classes are enough")
     flag("--crop_pct", type=common.number(float, 0.01, 1), help="share of an image's short side "
          "that the central crop keeps, for imagenet (default: 0.875)")
-    flag("--corrupted_dir", type=os.path.normpath, help="read corrupted images instead of making "
+    flag("--corrupted_dir", type=plain_path, help="read corrupted images instead of making "
          "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help="folder <class>/* with some "
+        flag(f"--{name}", metavar="DIR", type=plain_path, help="folder <class>/* with some "
              "of the classes")
-    flag("--frost_dir", type=os.path.normpath, help="folder with ImageNet-C's frost1.png to "
+    flag("--frost_dir", type=plain_path, help="folder with ImageNet-C's frost1.png to "
          "frost5.jpg (default: synthetic frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), help="severities of the "
          "corruptions (default: 1 2 3 4 5)")
@@ -185,6 +185,7 @@ def get_args():
          help="processes that decode images (default: %(default)s)")
     flag("--device", type=common.device, help="cuda, mps or cpu (default: the best available)")
     args = p.parse_args()
+    common.check_no_empty_value(args)
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
@@ -222,6 +223,11 @@ def budget(text):
     return value
 
 
+def plain_path(path):
+    """Read a path as typed, without needless parts such as ./ ; an empty one stays empty."""
+    return path and os.path.normpath(path)
+
+
 def settings_of(name):
     """Return {setting: default} of a measure; for an attack, its keywords."""
     attack = ATTACKS.get(name)
@@ -243,7 +249,10 @@ def read_setting(name, setting, text, default):
             return words[text]
         if isinstance(default, (str, tuple)):
             return text
-        return (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
+        value = (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
     except argparse.ArgumentTypeError as error:
         raise InputError(f"--measures {name}: {setting}={text}: {error}") from None
     except (KeyError, ValueError, ZeroDivisionError):
@@ -263,7 +272,12 @@ def parse_measure(text, known, preset="default", eps=None):
     values = defaults | (PAPER.get(name, {}) if paper else {})
     if "eps" in values and (eps or values["eps"] is None):
         values["eps"] = tuple(eps or (PAPER_EPS if paper else DEFAULT_EPS))
+    read = {}
     for setting, _, given in (pair.partition("=") for pair in pairs):
+        if setting in read:
+            raise InputError(f"--measures {text!r}: {setting} occurs twice; separate several "
+                             f"values by commas: {setting}={read[setting]},{given}")
+        read[setting] = given
         if setting not in values:
             raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
                              f"of {', '.join(values) or 'none'}")
@@ -346,6 +360,9 @@ def load_models(run):
     data = args.data or first.trained.get("data") or "imagenet"
     if first.task == LM and args.data_dir and not args.data:    # as in train_lm.py
         data = "folder"
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
+                         f"--data_dir out, or choose another --data")
     return models, run._replace(task=first.task, data=data, size=first.size, other=other,
                                 data_dir=args.data_dir or first.trained.get("data_dir"))
 
@@ -562,7 +579,7 @@ def to_corrupt(run, settings, images):
     """Add the settings of a corruption; None if --corrupted_dir does not have it."""
     args, kind = run.args, settings["type"]
     severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
-    common.one_of("type", kind, CORRUPTIONS)
+    common.one_of("--measures corruptions: type", kind, CORRUPTIONS)
     if args.corrupted_dir:
         if not Path(args.corrupted_dir).is_dir():
             raise InputError(f"--corrupted_dir {args.corrupted_dir} is not a folder")

@@ -202,6 +202,7 @@ def released(**change):
     (dict(attn="symmetric"), {**SYM, "blocks.1.attn.extra": torch.zeros(1)}, "extra"),
     (dict(attn="symmetric"), {**SYM, "head.weight": torch.zeros(5, 48),
                               "head.bias": torch.zeros(5)}, "head.weight"),
+    (dict(attn="symmetric"), {"task": "language modelling", "model": SYM}, "task is language mod"),
     (dict(attn="symmetric"), {"w": torch.zeros(1)}, r"the ViT: it lacks cls_token, .* in all\)"),
     (dict(attn="rpc", pap=dict(n_iter=6)), released(), "n_iter"),
     (dict(attn="symmetric"), released(), "rpc"),
