@@ -765,6 +765,16 @@ def odd(tmp_path_factory):
     return folder
 
 
+def test_data_dir_is_one_row_however_typed(odd, tmp_path, monkeypatch):
+    monkeypatch.chdir(odd)
+    (odd / "two.py").write_text("import torch\nbuild = lambda: torch.nn.Sequential("
+                                "torch.nn.Flatten(), torch.nn.Linear(3072, 2))\n")
+    for path in ("photos", "./photos/", odd / "photos", "photos/val/.."):
+        found = rows_of(tmp_path, "--model", "two.py", "--image_size", 32, "--data", "imagenet",
+                        "--data_dir", path, "--measures", "clean")
+        assert [row["data_dir"] for row in found] == [str(odd / "photos")]
+
+
 # flags after --ckpt a.pt: what the line must hold
 BAD = {
     "--measures fgms": "expected one of clean",

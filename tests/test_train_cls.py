@@ -86,9 +86,9 @@ def test_init_from_sets_weights_and_model(imagenet, capsys):
     common.save("deit.pt", dict(model=deit.state_dict()))
     train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax "
           "--out_dir like")
-    assert "as in deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
+    assert "flags from deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
     call(train_cls.get_args, "--init_from deit.pt --attn softmax --patch_size 8")
-    assert "as in deit.pt: {'model': 'micro'}\n" in capsys.readouterr().out
+    assert "flags from deit.pt: {'model': 'micro'}\n" in capsys.readouterr().out
     args = common.load("like")["args"]
     assert (args["model"], args["image_size"]) == ("micro", 32)
     Path("deit.pt").unlink()
