@@ -11,6 +11,7 @@ assumption as a sentence, and has an argument that replaces it.
 """
 
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -31,6 +32,8 @@ CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
 NORMALIZE = dict(imagenet=dict(mean=ViTConfig.mean, std=ViTConfig.std),
                  half=dict(mean=(0.5,) * 3, std=(0.5,) * 3))
+# Names under which training programs store the weights of a model.
+WEIGHTS = ("model", "state_dict", "model_state_dict", "module", "net")
 # Parts that some timm ViTs have outside their blocks. vit.py does not have these parts, so it would
 # compute another output.
 UNKNOWN_PARTS = ("patch_embed.", "norm_pre.", "fc_norm.", "pre_logits.", "dist_token", "reg_token",
@@ -84,6 +87,9 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
     the model.
     """
     c, own, notes = model.config, model.state_dict(), []
+    if checkpoint.get("task", CLS) != CLS:
+        raise InputError(f"its task is {checkpoint['task']}, expected {CLS}: only a classifier's "
+                         f"checkpoint has the weights of this network")
     state = find_weights(checkpoint, weights)
 
     # RPC and symmetric attention have weights of equal shapes: compare the stored attention, too.
@@ -119,8 +125,8 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
 def find_weights(checkpoint, weights="model"):
     """Return the weights in a checkpoint as a new dict with the names that vit.py and fan.py use.
 
-    weights: "model", stored as "model", as "state_dict" or without a name; or "ema", the average
-    over the training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
+    weights: "model", stored under one of `WEIGHTS` or without a name; or "ema", the average over the
+    training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
     wrapper puts before each name ("module.", "_orig_mod.") is removed. InputError if the file does
     not contain these weights.
     """
@@ -128,14 +134,14 @@ def find_weights(checkpoint, weights="model"):
         return isinstance(x, dict) and any(torch.is_tensor(w) for w in x.values())
 
     one_of("weights", weights, ("model", "ema"))
-    names = ("model", "state_dict") if weights == "model" else ("model_ema", "state_dict_ema",
-                                                                "ema")
+    names = WEIGHTS if weights == "model" else ("model_ema", "state_dict_ema", "ema")
     alone = {"model": checkpoint} if holds_weights(checkpoint) else {}
     state = next((x for x in map({**checkpoint, **alone}.get, names) if holds_weights(x)), None)
     if state is None:
         held = "weights alone" if alone else ", ".join(checkpoint) or "nothing"
         raise InputError(f"the file has no weights named {' or '.join(names)}; it holds "
-                         f"{held:.200}")
+                         f"{held:.200}. Expected a dict of tensors there; torch.save("
+                         f"model.state_dict(), FILE) writes one")
     prefixes = [name.removesuffix("cls_token") for name in state if name.endswith("cls_token")]
     if len(prefixes) > 1:
         raise InputError(f"the file holds several networks, {', '.join(prefixes)}; expected one")
@@ -384,8 +390,18 @@ def load_built(text, device, size):
     if not hasattr(module, name):
         raise InputError(f"{given}: {path} has no function {name}")
 
+    build = getattr(module, name)
+    if isinstance(build, torch.nn.Module) or not callable(build):
+        raise InputError(f"{given}: {name} is a {type(build).__name__}, expected a function without "
+                         f"arguments that returns an nn.Module")
+    needed = [p.name for p in inspect.signature(build).parameters.values()
+              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise InputError(f"{given}: {name} needs the arguments {', '.join(needed)}, expected a "
+                         f"function without arguments; give each a default, or add such a function")
+
     torch.manual_seed(0)                                  # the same weights on every process
-    net = getattr(module, name)()
+    net = build()
     if not isinstance(net, torch.nn.Module):
         raise InputError(f"{given}: {name} returns a {type(net).__name__}, expected an nn.Module")
     model = Built(net, given).to(device).eval().requires_grad_(False)

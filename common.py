@@ -193,6 +193,7 @@ def parse_flags(parser, recipe, stored, fixed=()):
     parser.set_defaults(**{**recipe, **stored})
     parser.add_argument("-h", "--help", action="help", help="print this text and exit")
     args = parser.parse_args()
+    check_no_empty_value(args)
     changed = {name: getattr(args, name) for name in stored if getattr(args, name) != stored[name]}
     for name in ("batch_size", *fixed):
         if name in changed:
@@ -201,6 +202,13 @@ def parse_flags(parser, recipe, stored, fixed=()):
     if changed:
         print0(f"changed flags: {changed}")
     return args
+
+
+def check_no_empty_value(args):
+    """Raise InputError if a flag is empty text, as "$PHOTOS" is if that variable is not set."""
+    for name, value in vars(args).items():
+        if value == "" or isinstance(value, list) and "" in value:
+            raise InputError(f"--{name} has an empty value: give a value, or leave --{name} out")
 
 
 def run_folder(args, default):
@@ -241,7 +249,8 @@ class Log:
         except BlockingIOError:
             raise InputError(f"another process trains in {folder}") from None
         except OSError as e:
-            raise InputError(f"{folder} cannot be written to ({e.strerror})") from None
+            raise InputError(f"{folder} cannot be written to ({e.strerror}); choose another "
+                             f"--out_dir") from None
         Log.folder = folder
 
     def append(self, row):
@@ -369,7 +378,8 @@ def load(path):
         if path.is_dir():
             path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
         if not path.exists():
-            raise InputError(f"no checkpoint at {path}")
+            raise InputError(f"no checkpoint at {path}; expected a file written by torch.save, or "
+                             f"the folder of a run, which contains best.pt or last.pt")
     try:
         # DeiT's checkpoints contain a Namespace.
         with torch.serialization.safe_globals([argparse.Namespace, *NUMPY]):
@@ -455,16 +465,26 @@ def load_known(model, weights):
 
     Extra weights outside the blocks, for example a second head, are left out and printed. Extra
     weights inside a block are an error, because without them the block would compute something
-    else. Missing weights and other shapes are errors, too. InputError contains torch's message.
+    else. Missing weights and other shapes are errors, too.
     """
+    def some(names):
+        return ", ".join(names[:3]) + f" ... ({len(names)} in all)" * (len(names) > 3)
+
     own = model.state_dict()
     others = [name for name in weights if name not in own and "blocks." not in name]
+    extra = [name for name in weights if name not in own and name not in others]
+    missing = [name for name in own if name not in weights]
+    shapes = [f"{name} {tuple(weights[name].shape)}, expected {tuple(w.shape)}"
+              for name, w in own.items() if name in weights and weights[name].shape != w.shape]
+    problems = [words + some(names) for words, names in (
+        ("it lacks ", missing), ("the model cannot use its ", extra),
+        ("it has other shapes: ", shapes)) if names]
+    if problems:
+        raise InputError(f"the weights do not fit the {type(model).__name__}: "
+                         f"{'; '.join(problems)}. Expected a checkpoint of the same kind of model")
     if others:
         print0(f"left out, because the model has no such weights: {', '.join(others)}"[:300])
-    try:
-        model.load_state_dict({name: w for name, w in weights.items() if name not in others})
-    except RuntimeError as e:
-        raise InputError(" ".join(str(e).split())[:300]) from None
+    model.load_state_dict({name: w for name, w in weights.items() if name not in others})
 
 
 def table(rows, header):

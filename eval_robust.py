@@ -160,17 +160,17 @@ def get_args():
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", help="evaluate on this data set (default: the data set of the training)")
-    flag("--data_dir", type=os.path.normpath, help="read the data from this folder or text file "
+    flag("--data_dir", type=plain_path, help="read the data from this folder or text file "
          "(default: as in training); for imagenet, the folder that contains val/ with all or some "
          "classes")
     flag("--crop_pct", type=common.number(float, 0.01, 1), help="keep this share of an image's "
          "short side in the central crop, for imagenet (default: 0.875)")
-    flag("--corrupted_dir", type=os.path.normpath, help="read corrupted images instead of making "
+    flag("--corrupted_dir", type=plain_path, help="read corrupted images instead of making "
          "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help=f"add the measure {name} "
+        flag(f"--{name}", metavar="DIR", type=plain_path, help=f"add the measure {name} "
              "to the default: images in this folder, <class>/*, some of ImageNet's classes")
-    flag("--frost_dir", type=os.path.normpath, help="make frost from the photographs frost1.png "
+    flag("--frost_dir", type=plain_path, help="make frost from the photographs frost1.png "
          "to frost5.jpg of ImageNet-C in this folder (default: from synthetic frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), help="corrupt images "
          "at these severities (default: 1 2 3 4 5)")
@@ -199,6 +199,7 @@ def get_args():
     flag("--device", type=common.device, help="compute on cuda, mps or cpu (default: the best "
          "available)")
     args = p.parse_args()
+    common.check_no_empty_value(args)
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
@@ -236,6 +237,11 @@ def budget(text):
     return value
 
 
+def plain_path(path):
+    """Read a path as typed, without needless parts such as ./ ; an empty one stays empty."""
+    return path and os.path.normpath(path)
+
+
 def settings_of(name):
     """Return {setting: default} of a measure.
 
@@ -259,16 +265,21 @@ def read_setting(name, setting, text, default):
     annotation = parameter.annotation if parameter else None
     words = {word: word for word in words_of_literal(annotation)}
     words = dict(yes=True, no=False) if isinstance(default, bool) else words
+    whole = type(default) is int                          # a count, such as steps
     try:
         if words:
             return words[text]
         if isinstance(default, (str, tuple)):
             return text
-        whole = type(default) is int                      # a count, such as steps
-        return (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
-    except (KeyError, ValueError, ZeroDivisionError, argparse.ArgumentTypeError) as error:
-        expected = f"expected {' or '.join(words)}" if words else error
-        raise InputError(f"--measures {name}: {setting}={text}: {expected}") from None
+        value = (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
+        if not math.isfinite(value):
+            raise ValueError
+        return value
+    except argparse.ArgumentTypeError as error:
+        raise InputError(f"--measures {name}: {setting}={text}: {error}") from None
+    except (KeyError, ValueError, ZeroDivisionError):
+        expected = " or ".join(words) or ("a whole number" if whole else "a number, such as 0.1 or 2/255")
+        raise InputError(f"--measures {name}: {setting}={text}: expected {expected}") from None
 
 
 def parse_measure(text, known, preset="default", eps=None):
@@ -284,7 +295,12 @@ def parse_measure(text, known, preset="default", eps=None):
     values = defaults | (PAPER.get(name, {}) if paper else {})
     if "eps" in values and (eps or values["eps"] is None):
         values["eps"] = tuple(eps or (PAPER_EPS if paper else DEFAULT_EPS))
+    read = {}
     for setting, _, given in (pair.partition("=") for pair in pairs):
+        if setting in read:
+            raise InputError(f"--measures {text!r}: {setting} occurs twice; separate several "
+                             f"values by commas: {setting}={read[setting]},{given}")
+        read[setting] = given
         if setting not in values:
             raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
                              f"of {', '.join(values) or 'none'}")
@@ -374,6 +390,9 @@ def load_models(run):
     data = args.data or first.trained.get("data") or "imagenet"
     if first.task == LM and args.data_dir and not args.data:    # as in train_lm.py
         data = "folder"
+    if data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
+                         f"--data_dir out, or choose another --data")
     return models, run._replace(task=first.task, data=data, size=first.size, other=other,
                                 data_dir=args.data_dir or first.trained.get("data_dir"))
 
@@ -608,7 +627,7 @@ def to_corrupt(run, settings, images):
     """
     args, kind = run.args, settings["type"]
     severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
-    common.one_of("type", kind, CORRUPTIONS)
+    common.one_of("--measures corruptions: type", kind, CORRUPTIONS)
     if args.corrupted_dir:
         if not Path(args.corrupted_dir).is_dir():
             raise InputError(f"--corrupted_dir {args.corrupted_dir} is not a folder")
@@ -647,8 +666,12 @@ def released(run, name, severity, source):
     array = Path(folder, f"{name}.npy")
     if array.exists():
         part = slice((severity - 1) * 10000, severity * 10000)
-        images, labels = (torch.from_numpy(np.load(file, mmap_mode="r")[part].copy())
-                          for file in (array, array.with_name("labels.npy")))
+        pixels = source.images.shape[2:]
+        images = read_array(array, f"uint8 ({', '.join(map(str, ('N', *pixels, 3)))})",
+                            lambda a: a.dtype == np.uint8 and a.shape[1:] == (*pixels, 3))
+        labels = read_array(array.with_name("labels.npy"), "whole numbers (N,)",
+                            lambda a: a.dtype.kind in "iu" and a.shape == images.shape[:1])
+        images, labels = (torch.from_numpy(a[part].copy()) for a in (images, labels))
         images = images.permute(0, 3, 1, 2).to(run.device)
         found = Split(images, labels.long().to(run.device), source.classes)
     else:
@@ -659,6 +682,19 @@ def released(run, name, severity, source):
                          f"than the test split ({len(found.labels)}, expected "
                          f"{len(source.labels)})")
     return found
+
+
+def read_array(path, expected, fits):
+    """Open an array of CIFAR-10-C. fits(array): a check. expected: its description, for errors."""
+    try:
+        array = np.load(path, mmap_mode="r")
+        found = f"{array.dtype} {array.shape}"
+    except (OSError, ValueError, EOFError):
+        array, found = None, "no array of NumPy" if path.exists() else "no file"
+    if array is None or not fits(array):
+        raise InputError(f"--corrupted_dir {path.parent}: {path.name} is {found}, expected "
+                         f"{expected}: unpack CIFAR-10-C.tar there again")
+    return array
 
 
 def batches(run, images, label="", most=0):

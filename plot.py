@@ -100,6 +100,9 @@ def main(argv=None):
             for model, points in models.items():
                 results.setdefault(attack, {})[f"{run}, {model}"] = None, "o-", points
 
+    if not curves and not results:
+        raise InputError(f"{folders[0]}: its log.jsonl or results.jsonl has no rows to draw yet; "
+                         "train for longer, or evaluate more")
     if curves:
         draw_panels(curves, folders[0] / "curves.png", "training step")
     if results:

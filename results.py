@@ -54,9 +54,9 @@ def read_rows(path):
     path = Path(path, "results.jsonl") if Path(path).is_dir() else Path(path)
     rows = common.read_log(path)
     for row in rows:
-        if not row.keys() >= {*KEY} - {"crop_pct"}:
+        if not isinstance(row, dict) or not row.keys() >= {*KEY} - {"crop_pct"}:
             raise InputError(f"{path}: {str(row)[:60]} is not a row of this eval_robust.py; "
-                             "choose another file or folder")
+                             f"choose another file or folder")
     return {key(row): row for row in rows}
 
 

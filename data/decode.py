@@ -129,6 +129,14 @@ def same_folder(one, other):
     return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
 
 
+def is_folder(entry):
+    """Return True if an entry of os.scandir is a folder; False for a link that leads to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
 def scan_folders(root):
     """List root/<class>/<image>: {class name: paths of its images, sorted}.
 
@@ -136,15 +144,17 @@ def scan_folders(root):
     files that are not images; printed lines name some of these. Class names are `printable`.
     """
     images, empty, others = {}, [], []
-    for name in sorted(entry.name for entry in os.scandir(root) if entry.is_dir()):
+    for name in sorted(entry.name for entry in os.scandir(root) if is_folder(entry)):
         if name.startswith("."):
             continue
-        files = sorted(file for file in os.listdir(os.path.join(root, name)) if file[0] != ".")
-        found = [os.path.join(root, name, f) for f in files if f.lower().endswith(IMAGE_EXTENSIONS)]
+        entries = [e for e in os.scandir(os.path.join(root, name)) if e.name[0] != "."]
+        files = sorted(entry.name for entry in entries)
+        images_inside = {entry.name for entry in entries
+                         if entry.name.lower().endswith(IMAGE_EXTENSIONS) and not is_folder(entry)}
+        found = [os.path.join(root, name, f) for f in files if f in images_inside]
         if found:
             images[printable(name)] = found
-            others += [os.path.join(name, f) for f in files
-                       if not f.lower().endswith(IMAGE_EXTENSIONS)]
+            others += [os.path.join(name, f) for f in files if f not in images_inside]
         else:
             empty.append(f"{name} (it contains {', '.join(files[:2]) or 'nothing'}"
                          f"{', ...' if len(files) > 2 else ''})")
@@ -153,8 +163,8 @@ def scan_folders(root):
         print_once(printable(f"{root}: left out, because no {expected} file is directly inside: "
                              f"{', '.join(empty[:5])} ({len(empty)} in all)"))
     if others:
-        print_once(printable(f"{root}: left out of class folders, because the name does not end in "
-                             f"{expected}: {', '.join(others[:5])} ({len(others)} in all)"))
+        print_once(printable(f"{root}: left out of class folders, because they are no {expected} "
+                             f"files: {', '.join(others[:5])} ({len(others)} in all)"))
     return images
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import common
+import train_cls
 from common import InputError, Log, load, save
+from runs import refused
 from vit import ViTConfig
 
 
@@ -95,7 +97,7 @@ def test_broken_checkpoints_are_named(tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match=f"^{path} [^\n]*$"):
             load(path)
-    with pytest.raises(InputError, match="nowhere"):
+    with pytest.raises(InputError, match="no checkpoint at nowhere; expected"):
         load("nowhere")
 
 
@@ -252,6 +254,11 @@ def test_code_version_names_a_commit_or_no_git(tmp_path):
     out = subprocess.run([sys.executable, "-c", "import common; print(common.code_version())"],
                          cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "'commit': 'no git'" in out
+
+
+@pytest.mark.parametrize("flag", ["--data_dir", "--resume", "--init_from", "--out_dir"])
+def test_empty_flags_are_errors(flag):
+    assert f"{flag} has an empty value" in refused(train_cls, [flag, ""])
 
 
 def test_rpc_layers_are_read():

@@ -53,6 +53,8 @@ few = lambda: __import__("parts").few()                   # of a file beside it
 pairs = lambda: Wrapped(lambda net, x: dict(scores=net(x), boxes=None))
 probabilities = lambda: linear().append(nn.Softmax(1))
 blind = lambda: Wrapped(lambda net, x: net(x.detach()).detach())
+needs = lambda num_classes: linear(num_classes)
+instance = nn.Flatten()
 broken = lambda: Wrapped(lambda net, x: net(nothing))
 '''
 
@@ -111,6 +113,8 @@ def test_foreign_models_are_measured(
 
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
+    ("--model my.py:needs", "needs needs the arguments num_classes, expected a function without"),
+    ("--model my.py:instance", "instance is a Flatten, expected a function without arguments"),
     ("--model my.py:few", "few has 5 classes, but --data shapes has 10 (arrow, circle, "),
     ("--model my.py:blind", "--model my.py:blind: the model's logits have no gradient"),
     ("--ckpt headless.pt", "--ckpt headless.pt: the file has no head.weight"),

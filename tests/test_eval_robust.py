@@ -365,7 +365,8 @@ def test_imagenet_a_and_o_use_their_classes(trees, tmp_path):
 def test_released_arrays_match_the_test_split(tmp_path):
     """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
     labels = np.arange(10000) % 7
-    source = Split(torch.empty(0), torch.from_numpy(labels), list("abcdefg"))
+    images = torch.empty(10000, 3, 2, 2, dtype=torch.uint8)
+    source = Split(images, torch.from_numpy(labels), list("abcdefg"))
     np.save(tmp_path / "labels.npy", np.tile(labels, 2))
     pixels = np.repeat(np.concatenate([labels, 100 + labels]), 12).reshape(20000, 2, 2, 3)
     np.save(tmp_path / "fog.npy", pixels.astype(np.uint8))
@@ -376,7 +377,21 @@ def test_released_arrays_match_the_test_split(tmp_path):
         expected = source.labels + 100 * (severity - 1)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
     with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test"):
-        eval_robust.released(run, "fog", 2, load_shapes("test", 80))
+        eval_robust.released(run, "fog", 2, Split(images[:80], source.labels[:80], list("abcdefg")))
+
+    # Arrays of another kind are named.
+    good = pixels.astype(np.uint8)
+    for wrong in (good / 255, good.transpose(0, 3, 1, 2), good[:, :1], good.astype(str)):
+        np.save(tmp_path / "fog.npy", wrong)
+        with pytest.raises(common.InputError, match=r"fog.npy is .*, expected uint8 \(N, 2, 2, 3\)"):
+            eval_robust.released(run, "fog", 1, source)
+    (tmp_path / "fog.npy").write_bytes(b"x" * 50)
+    with pytest.raises(common.InputError, match="fog.npy is no array of NumPy"):
+        eval_robust.released(run, "fog", 1, source)
+    np.save(tmp_path / "fog.npy", good)
+    (tmp_path / "labels.npy").unlink()
+    with pytest.raises(common.InputError, match="labels.npy is no file"):
+        eval_robust.released(run, "fog", 1, source)
 
 
 def test_corruptions_start_from_bilinear_crop(tmp_path, monkeypatch):
@@ -426,8 +441,9 @@ def test_row_files_give_one_table_per_dataset(tmp_path, capsys):
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
     assert len(line_of(shapes, "pgd eps=1/255, top1")) == 2
     assert len(line_of(cifar10, "pgd eps=1/255, top1")) == 1
-    (tmp_path / "0.jsonl").write_text('{"corruption": "fog"}\n')
-    assert "is not a row of this eval_robust.py" in refused(eval_robust, "--table", files)
+    for line in ('{"corruption": "fog"}', "null", "3"):
+        (tmp_path / "0.jsonl").write_text(line + "\n")
+        assert "is not a row of this eval_robust.py" in refused(eval_robust, "--table", files)
 
 
 def test_key_has_every_identifying_field():
@@ -749,16 +765,31 @@ def odd(tmp_path_factory):
     return folder
 
 
+def test_data_dir_is_one_row_however_typed(odd, tmp_path, monkeypatch):
+    monkeypatch.chdir(odd)
+    (odd / "two.py").write_text("import torch\nbuild = lambda: torch.nn.Sequential("
+                                "torch.nn.Flatten(), torch.nn.Linear(3072, 2))\n")
+    for path in ("photos", "./photos/", odd / "photos", "photos/val/.."):
+        found = rows_of(tmp_path, "--model", "two.py", "--image_size", 32, "--data", "imagenet",
+                        "--data_dir", path, "--measures", "clean")
+        assert [row["data_dir"] for row in found] == [str(odd / "photos")]
+
+
 # {flags after --ckpt a.pt: words that the error message must contain}
 BAD = {
     "--measures fgms": "expected one of clean",
     "--measures|pgd step=3": "expected one of eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
-    "--measures|pgd steps=2.5": "steps=2.5",
+    "--measures|pgd steps=2.5": "steps=2.5: expected a whole number",
+    "--measures|noise scale=nan": "scale=nan: expected a number",
+    "--measures|pgd eps=1/255 eps=2/255": "eps occurs twice; separate several values by commas",
+    "--data_dir photos": "--data_dir photos: --data shapes renders its own images",
+    "--measures|pgd steps=two": "steps=two: expected a whole number",
+    "--measures|pgd eps=two": "eps=two: expected a number",
     "--measures|pgd random_start=no restarts=3": "restarts are equal",
     "--measures|pgd random_start=maybe": "yes or no",
     "--measures|noise kind=pink": "uniform or gaussian",
-    "--measures|corruptions type=fogg": "fogg",
+    "--measures|corruptions type=fogg": "--measures corruptions: type='fogg', expected one of",
     "--measures|fgsm eps=2/255,8": "did you mean 8/255",
     "--eps 8": "did you mean 8/255",
     "--measures transfer": "needs --source",
@@ -775,6 +806,8 @@ BAD = {
     "--image_size 64": "applies to checkpoints of other projects and models of --model",
     "--normalize half": "--normalize applies to checkpoints of other projects",
     "--window 16": "--window applies to segmentation",
+    "--data_dir|": "--data_dir has an empty value",
+    "--measures|": "--measures has an empty value",
     "--crop_pct 1": "--crop_pct applies to --data imagenet",
 }
 

@@ -215,6 +215,16 @@ def test_no_class_disappears_in_silence(capsys):
     assert "deep has 0 folders" in line and "all (it contains cat" in capsys.readouterr().out
 
 
+def test_links_and_folders_are_no_images(capsys):
+    make("photos", 3)
+    os.symlink("loop", "photos/loop")                       # a link that leads to itself
+    os.symlink("..", "photos/cat/up")
+    Path("photos/cat/album.jpg").mkdir()
+    classes, files = find_photos("photos")
+    assert classes == CLASSES and len(files["all"]) == 9
+    assert "cat/album.jpg, cat/up (2 in all)" in capsys.readouterr().out
+
+
 def test_hidden_files_do_not_count():
     make("photos", 3)
     make("photos", 1, classes=[".ipynb_checkpoints", ".git"])

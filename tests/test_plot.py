@@ -48,3 +48,6 @@ def test_both_figures_are_drawn(tmp_path, capsys):
     assert "budgets.png" in capsys.readouterr().out
     with pytest.raises(InputError, match="c contains no log.jsonl"):
         plot.main([str(tmp_path / "c")])
+    write(tmp_path / "c/log.jsonl", [])
+    with pytest.raises(InputError, match="c: .* has no rows to draw"):
+        plot.main([str(tmp_path / "c")])

@@ -202,6 +202,8 @@ def released(**change):
     (dict(attn="symmetric"), {**SYM, "blocks.1.attn.extra": torch.zeros(1)}, "extra"),
     (dict(attn="symmetric"), {**SYM, "head.weight": torch.zeros(5, 48),
                               "head.bias": torch.zeros(5)}, "head.weight"),
+    (dict(attn="symmetric"), {"task": "language modelling", "model": SYM}, "task is language mod"),
+    (dict(attn="symmetric"), {"w": torch.zeros(1)}, r"the ViT: it lacks cls_token, .* in all\)"),
     (dict(attn="rpc", pap=dict(n_iter=6)), released(), "n_iter"),
     (dict(attn="symmetric"), released(), "rpc"),
     (dict(attn="rpc"), released(layer=-1), "rpc_layers"),
@@ -232,8 +234,10 @@ RAW_WEIGHTS, OTHER_WEIGHTS = RAW.state_dict(), OTHER.state_dict()
 
 @pytest.mark.parametrize("file", [
     RAW_WEIGHTS, {"model": RAW_WEIGHTS, "optimizer": {"state": {}}}, {"state_dict": RAW_WEIGHTS},
+    *({name: RAW_WEIGHTS, "epoch": 3} for name in ("model_state_dict", "module", "net")),
     *({"state_dict": {prefix + name: w for name, w in RAW_WEIGHTS.items()}}
-      for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model."))])
+      for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model.",
+                     "_forward_module."))])
 def test_wrapped_foreign_weights_load(file):
     model, row, notes = foreign_vit(file)
     x = torch.rand(2, 3, 32, 32)
