@@ -1,4 +1,4 @@
-"""Evaluate models on clean, corrupted and attacked images; print one table for all of them.
+"""Evaluate models on clean, corrupted and attacked data; print one table for all models.
 
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
     python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all models
@@ -8,18 +8,21 @@
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a
 
-A checkpoint stores its task (classifier, Segmenter or language model) and its data set. A measure
-is a function that returns the fields of a row; MEASURES is the table of them, `main` the loop.
-results.jsonl receives each finished row, so a second run only adds the missing rows.
-docs/robustness.md has more commands and explains the numbers.
+A checkpoint stores its task (classifier, Segmenter or language model) and its data set. Each
+measure gives one row per model. A measure is a function that returns the fields of this row;
+MEASURES lists the functions, and `main` calls them. Each finished row is written to results.jsonl,
+so a second run only adds the missing rows. docs/robustness.md has more commands and explains the
+numbers.
 
-Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3. Budgets are
-in units of pixels in [0, 1], labels are the true classes, attacked pixels stay in [0, 1], and the
-arithmetic is float32. The paper's code (`rachtsy/KPCA_code:Attack`) attacks normalised images (eps
-1/255 there is about 0.226/255), leads away from the model's own prediction and does not clip;
---preset paper repeats these conditions. Images that a model gets wrong are not attacked and count
-as not robust. Top-5 is measured on the image that was made for top-1. Random numbers depend on
-(seed, image) alone: batch size, processes and a second run change nothing.
+Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
+
+Attacks: pixels stay in [0, 1], and a budget is the largest change of a pixel. An attack leads away
+from the true class. The arithmetic is float32. The paper's code (`rachtsy/KPCA_code:Attack`)
+attacks normalised images, where eps 1/255 is about 0.226/255 in pixels. It leads away from the
+model's own prediction, and it does not clip. --preset paper repeats these conditions. An image that
+a model classifies wrongly is not attacked and counts as not robust. Top-1 and top-5 are measured on
+the same attacked image. Random numbers depend on (seed, image) alone, so the batch size, the number
+of processes and a second run do not change them.
 """
 
 import argparse
@@ -51,11 +54,12 @@ from robust import adaptive, attacks, autoattack, metrics
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt, jpeg_compression
 from robust.frost import load_frost
 from robust.words import WORD, word_swap
-from results import (SUMMARY, class_tables, key, measure_text, open_rows, pack, print_tables,
-                     read_number, rows_table)
+from results import (SUMMARY, UNITS, UNITS_LM, class_tables, key, measure_text, open_rows, pack,
+                     print_tables, read_number, rows_table)
 
-# A new attack is a function (robust/attacks.py describes it) and an entry here. --measures NAME
-# runs it; its keywords are its settings: "pgd eps=2/255 steps=40".
+# To add an attack, write a function of (model, images, labels, ...) and add an entry here.
+# --measures NAME runs the attack. The keywords of the function are its settings, for example
+# "pgd eps=2/255 steps=40". The docstring of robust/attacks.py has all the arguments.
 ATTACKS = {
     "noise": attacks.noise,
     "fgsm": attacks.fgsm,
@@ -72,35 +76,36 @@ ATTACKS = {
     "adaptive_autoattack": adaptive.adaptive_autoattack,
 }
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
-# Settings that are not keywords of an attack; a tuple means: measure each.
+# More settings of measures and their defaults. Each value of a tuple gives one row. type: the
+# corruption. jpeg85: compress corrupted images as ImageNet-C does. split: part of the text.
 SETTINGS = {"corruptions": dict(type=NAMES, jpeg85=False),
             "perplexity": dict(split=("valid", "test")),
             "noise": dict(draws=3)}                       # the accuracy is the mean over the draws
-# Arguments that the evaluator passes to an attack.
+# Arguments of attacks that the evaluator sets itself, so they are not settings.
 PASSED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose", "targets",
           "surrogates")
 DEFAULT_EPS = tuple(k / 255 for k in (1, 2, 4, 8))
-# The conditions of the paper's code, `rachtsy/KPCA_code:Attack`, and its settings per attack.
+# --preset paper: budgets and settings of the paper's code, `rachtsy/KPCA_code:Attack`.
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER = dict(noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
              spsa=dict(eps=0.1, centre="legacy"))
-PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # these stay in [0, 1] in any space
+PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 CROP = 0.875                             # the default of --crop_pct
-# The default of --measures; classifiers also get the folders that flags name.
+# The default of --measures per task; a classifier is also measured on --imagenet_a, _r and _o.
 USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
          SEG: ["clean", "corruptions"], LM: ["perplexity"]}
-# The default of --limit: minutes on rendered scenes; on other data all images, except for attacks
-# that take hours.
+# The default of --limit. SCENES: on rendered scenes, so that an evaluation takes minutes. SLOW: on
+# other data, for attacks that would take hours; all other measures use all images.
 SCENES = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
               transfer=160, sld=160, spsa=20, cw=40)
 SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
-# Flags that apply to some tasks, or to some kinds of model, only.
+# Flags that apply only to these tasks (TASK_FLAGS) or to these kinds of model (ORIGIN_FLAGS).
 TASK_FLAGS = dict(window=(SEG, LM), stride=(SEG, LM), scales=(SEG,), flip=(SEG,), eps=(CLS,),
                   checks=(CLS,), per_class=(CLS,), corrupted_dir=(CLS,), source=(CLS,),
                   crop_pct=(CLS,), frost_dir=(CLS, SEG), severities=(CLS, SEG),
                   **dict.fromkeys(FOLDERS, (CLS,)))
 ORIGINS = dict(ours="our checkpoints", foreign="checkpoints of other projects",
-               function="a --model")
+               function="models of --model")
 ORIGIN_FLAGS = dict(weights=("ours", "foreign"), image_size=("foreign", "function"),
                     num_heads=("foreign",), norm_eps=("foreign",), normalize=("foreign",))
 
@@ -113,77 +118,86 @@ def get_args():
     boolean, count = argparse.BooleanOptionalAction, common.COUNT
 
     flag = p.add_argument_group("what to evaluate").add_argument
-    flag("--ckpt", nargs="+", default=[], help="checkpoints of one task: files, https addresses, "
-         "or run folders (best.pt, else last.pt); also ViTs of DeiT, timm and the released code")
-    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="functions that return a "
-         "classifier from pixels in [0, 1] to logits")
-    flag("--measures", nargs="+", metavar="NAME", help='names with settings, "pgd eps=1/255,2/255 '
-         'steps=40"; the list is below (default: clean, corruptions, noise, fgsm, pgd, '
-         "adaptive_pgd, apgd, and the folders that flags name; for a Segmenter clean and "
-         "corruptions; for a language model perplexity)")
-    flag("--preset", choices=("default", "paper"), default="default", help="conditions and "
-         "settings of the attacks; paper repeats the paper's code")
-    flag("--eps", nargs="+", type=budget, help="L-infinity budgets of every attack that does not "
-         "set eps: 8/255 or 0.031")
-    flag("--limit", type=count, help="images per measure, the same for every model, or tokens of a "
-         "text (default: all; fewer on shapes and for slow attacks)")
+    flag("--ckpt", nargs="+", default=[], help="evaluate these checkpoints, all of one task: "
+         "files, https addresses, or run folders (best.pt, else last.pt); ViT files of DeiT, timm "
+         "and the paper's code work, too")
+    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="evaluate the classifiers "
+         "that these functions return: modules from pixels in [0, 1] to logits")
+    flag("--measures", nargs="+", metavar="NAME", help='run these measures of the list below, with '
+         'settings, for example "pgd eps=1/255,2/255 steps=40" (default for classifiers: clean, '
+         "corruptions, noise, fgsm, pgd, adaptive_pgd, apgd, and the given folders --imagenet_a, "
+         "_r and _o; for Segmenters: clean, corruptions; for language models: perplexity)")
+    flag("--preset", choices=("default", "paper"), default="default", help="attack under "
+         "these conditions; paper repeats the conditions and settings of the paper's code")
+    flag("--eps", nargs="+", type=budget, help="attack with these L-infinity budgets, for "
+         "example 8/255 or 0.031, unless the measure sets its own eps (default: the measure's; for "
+         "most attacks 1/255 2/255 4/255 8/255)")
+    flag("--limit", type=count, help="measure this number of images, the same images for "
+         "every model, or this number of tokens of a text (default: all; fewer on shapes and for "
+         "slow attacks)")
     flag("--per_class", action=boolean, default=False, help="also print the accuracy of each class "
-         "and the confusion of classes")
-    flag("--checks", action=boolean, default=False, help="instead, check whether the robust "
-         "accuracy of each classifier can be believed")
-    flag("--source", help="checkpoint on which the measure transfer computes its attack")
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="chooses the images "
-         "for --limit, the swapped words, and all random numbers")
-    flag("--table", nargs="+", metavar="PATH", help="instead, print the table of these "
-         "results.jsonl files or their folders")
+         "and the confusion matrix, and write both as CSV files")
+    flag("--checks", action=boolean, default=False, help="do not write rows; check whether the "
+         "robust accuracy of each classifier is reliable")
+    flag("--source", help="compute the attack of the measure transfer on this checkpoint")
+    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="set all random "
+         "numbers, also the choice of images for --limit and of swapped words (default: 0)")
+    flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of "
+         "these results.jsonl files, or of the folders that contain them")
 
-    flag = p.add_argument_group("how a model is read").add_argument
-    flag("--weights", choices=("model", "ema"), help="weights of a checkpoint: as trained, or "
-         "their average (default: model)")
-    flag("--image_size", type=count, help="pixels per side, for --model and checkpoints of other "
-         "projects (default: as trained; for --model 224, on shapes and cifar10 32)")
-    flag("--num_heads", type=count, help="attention heads of another project's checkpoint "
-         "(default: width / 64)")
-    flag("--norm_eps", type=common.REAL, help="epsilon of the norms of another project's "
-         "checkpoint (default: 1e-6)")
-    flag("--normalize", choices=NORMALIZE, help="mean and std of the pixels for another project's "
-         "checkpoint: ImageNet's, or 0.5 and 0.5 (default: imagenet)")
+    flag = p.add_argument_group("how to load a model").add_argument
+    flag("--weights", choices=("model", "ema"), help="load the trained weights (model) or their "
+         "average over the training steps (ema) (default: model)")
+    flag("--image_size", type=count, help="set the pixels per side, for --model and "
+         "checkpoints of other projects (default: the trained size; for --model 224, or 32 on "
+         "shapes and cifar10)")
+    flag("--num_heads", type=count, help="set the number of attention heads of another project's "
+         "checkpoint (default: width / 64)")
+    flag("--norm_eps", type=common.REAL, help="set the epsilon of every LayerNorm of another "
+         "project's checkpoint (default: 1e-6)")
+    flag("--normalize", choices=NORMALIZE, help="normalise pixels for another project's "
+         "checkpoint by ImageNet's mean and std, or by 0.5 and 0.5 (half) (default: imagenet)")
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", help="data set (default: the checkpoint's)")
-    flag("--data_dir", type=os.path.normpath, help="folder or text (default: as in training); for "
-         "imagenet the folder with val/, where some of the classes are enough")
-    flag("--crop_pct", type=common.number(float, 0.01, 1), help="share of an image's short side "
-         "that the central crop keeps, for imagenet (default: 0.875)")
+    flag("--data", help="evaluate on this data set (default: the data set of the training)")
+    flag("--data_dir", type=os.path.normpath, help="read the data from this folder or text file "
+         "(default: as in training); for imagenet, the folder that contains val/ with all or some "
+         "classes")
+    flag("--crop_pct", type=common.number(float, 0.01, 1), help="keep this share of an image's "
+         "short side in the central crop, for imagenet (default: 0.875)")
     flag("--corrupted_dir", type=os.path.normpath, help="read corrupted images instead of making "
          "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help="folder <class>/* with some "
-             "of the classes")
-    flag("--frost_dir", type=os.path.normpath, help="folder with ImageNet-C's frost1.png to "
-         "frost5.jpg (default: synthetic frost)")
-    flag("--severities", nargs="+", type=common.number(int, 1, 5), help="severities of the "
-         "corruptions (default: 1 2 3 4 5)")
+        flag(f"--{name}", metavar="DIR", type=os.path.normpath, help=f"add the measure {name} "
+             "to the default: images in this folder, <class>/*, some of ImageNet's classes")
+    flag("--frost_dir", type=os.path.normpath, help="make frost from the photographs frost1.png "
+         "to frost5.jpg of ImageNet-C in this folder (default: from synthetic frost)")
+    flag("--severities", nargs="+", type=common.number(int, 1, 5), help="corrupt images "
+         "at these severities (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("Segmenters and language models").add_argument
-    flag("--window", type=count, help="pixels (default: the training crop) or tokens (default: the "
+    flag("--window", type=count, help="cut images into windows of this side in pixels "
+         "(default: the training crop), or texts into windows of this many tokens (default: the "
          "context)")
-    flag("--stride", type=count, help="pixels between windows (default: --window), or targets that "
-         "a window scores (default: a quarter of --window; the paper's 1 is the slowest)")
-    flag("--scales", nargs="+", type=common.number(float, 0.01), help="sizes of an image relative "
-         "to training; probabilities are averaged over them (default: 1)")
-    flag("--flip", action=boolean, default=False, help="also average over mirrored images")
+    flag("--stride", type=count, help="move the window by this many pixels (default: --window) "
+         "or tokens (default: a quarter of --window; the paper uses 1, which is the slowest)")
+    flag("--scales", nargs="+", type=common.number(float, 0.01), help="resize images by these "
+         "factors and average the probabilities over all sizes (default: 1)")
+    flag("--flip", action=boolean, default=False, help="also average the probabilities "
+         "over mirrored images")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="folder for results.jsonl and table.md; rows that it holds are not "
-         "computed again (default: robust/ in the folder of the first checkpoint's run)")
-    flag("--batch_size", type=count, help="images or windows of text per batch (default: by image "
-         "area and memory; 64 windows)")
-    flag("--tf32", action=boolean, default=False, help="faster products of 10 bits on a GPU, also "
-         "in attacks")
+    flag("--out_dir", help="write results.jsonl and table.md to this folder; rows that it "
+         "already contains are not computed again (default: robust/ in the first checkpoint's run "
+         "folder, else in out/NAME)")
+    flag("--batch_size", type=count, help="use this many images or windows of text per batch "
+         "(default: depends on the image size and the memory; 64 windows of text)")
+    flag("--tf32", action=boolean, default=False, help="use TF32 on a GPU: matrix products are "
+         "faster, but their factors are rounded to 10 bits; this also applies to attacks")
     flag("--num_workers", type=common.NATURAL, default=min(os.cpu_count() or 1, 10),
-         help="processes that decode images (default: %(default)s)")
-    flag("--device", type=common.device, help="cuda, mps or cpu (default: the best available)")
+         help="decode images in this many processes (default: %(default)s)")
+    flag("--device", type=common.device, help="compute on cuda, mps or cpu (default: the best "
+         "available)")
     args = p.parse_args()
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
@@ -191,7 +205,7 @@ def get_args():
 
 
 class Run(NamedTuple):
-    """Values that all measures of one command share; `args` itself never changes."""
+    """Values that all measures of one command share. `args` are the flags; they never change."""
     args: argparse.Namespace
     device: torch.device
     rank: int
@@ -203,17 +217,17 @@ class Run(NamedTuple):
     batch_size: int = 64
     source: object = None                # the test split: a Split, an ImageTree, {split: Text}, ...
     classes: list = []                   # names
-    imagenet1k: bool = False             # these are ImageNet's 1,000 classes
+    imagenet1k: bool = False             # True: `classes` are ImageNet's 1,000 classes
     other: object = None                 # the model of --source
-    window: int = 0                      # of Segmenters and language models, also stride
-    stride: int = 0
+    window: int = 0                      # --window and --stride, for Segmenters (pixels) and
+    stride: int = 0                      # language models (tokens)
     word: str = ""                       # the word that the word swap inserts
 
 
 # --- measures in words: "pgd eps=1/255,2/255 steps=40" --------------------------------------------
 
 def budget(text):
-    """Read an L-infinity budget in pixel units."""
+    """Read an L-infinity budget, "8/255" or "0.031", as a number from 0 to 1."""
     value = read_number(text)
     if not 0 <= value <= 1:
         hint = f"; did you mean {text}/255?" if value > 1 else ""
@@ -223,7 +237,11 @@ def budget(text):
 
 
 def settings_of(name):
-    """Return {setting: default} of a measure; for an attack, its keywords."""
+    """Return {setting: default} of a measure.
+
+    The settings of an attack are its keywords after (model, images, labels), without PASSED. An
+    attack with random_start also has restarts.
+    """
     attack = ATTACKS.get(name)
     keywords = inspect.signature(attack).parameters.values() if attack else ()
     own = {p.name: None if p.default is p.empty else p.default
@@ -232,7 +250,11 @@ def settings_of(name):
 
 
 def read_setting(name, setting, text, default):
-    """Read one value: a number if the default is a number, else yes or no, or a word."""
+    """Read the value of a setting from text.
+
+    The default decides how: a number, yes or no, or a text. The keyword of an attack may also list
+    its words by the annotation Literal.
+    """
     parameter = inspect.signature(ATTACKS.get(name, clean)).parameters.get(setting)
     annotation = parameter.annotation if parameter else None
     words = {word: word for word in words_of_literal(annotation)}
@@ -250,9 +272,10 @@ def read_setting(name, setting, text, default):
 
 
 def parse_measure(text, known, preset="default", eps=None):
-    """Read "pgd eps=1/255,2/255": a list of (name, settings), one per combination of the values.
+    """Read one measure of the command line, for example "pgd eps=1/255,2/255".
 
-    known: names of measures. eps: --eps, for attacks whose text does not set it.
+    known: names of measures. eps: budgets of --eps, used if the text does not set eps.
+    Returns a list of (name, settings), one entry per combination of the values.
     """
     name, *pairs = text.split() or [""]
     if name not in known:
@@ -271,7 +294,8 @@ def parse_measure(text, known, preset="default", eps=None):
     found = [dict(zip(values, combination)) for combination in itertools.product(*each)]
     for settings in found:
         if settings.get("restarts", 1) > 1 and not settings["random_start"]:
-            raise InputError(f"--measures {text!r}: without random_start all restarts are the same")
+            raise InputError(f"--measures {text!r}: without random_start all restarts are equal: "
+                             f"leave restarts out, or set random_start=yes")
         if paper and name in ATTACKS:
             settings["conditions"] = "paper"
     return [(name, {k: v for k, v in settings.items() if v is not None}) for settings in found]
@@ -284,7 +308,9 @@ def describe_measures():
         shown = {key: "all" if key == "type" else "..." if default is None else default
                  for key, default in settings_of(name).items()}
         lines.append(f"  {measure_text(f'{name:20}', shown)}".rstrip())
-    lines.append("NAME=VALUE,VALUE measures each value; docs/robustness.md explains the settings")
+    lines.append("eps=1/255,2/255 measures both budgets. eps=... is set by --eps, alpha=... by "
+                 "rel_step * eps.\njpeg85 compresses corrupted images as in ImageNet-C. "
+                 "robust/attacks.py\nexplains the settings of attacks.")
     return "\n".join(lines)
 
 
@@ -292,7 +318,7 @@ def describe_measures():
 
 @torch.no_grad()
 def count_classes(m, device):
-    """Count a classifier's logits on two grey images of its size."""
+    """Return the number of a classifier's logits, counted on two grey images of its size."""
     grey = torch.full((2, 3, m.size, m.size), 0.5, device=device)
     try:
         logits = robust.forward(m.model, grey)
@@ -308,9 +334,13 @@ def count_classes(m, device):
 
 
 def load_models(run):
-    """Load the models of the flags and check that they fit together and that every flag applies.
+    """Load the models that the flags name; raise InputError if models or flags do not fit.
 
-    Returns the list of models, and `run` with task, data, size and other.
+    All models must have one task, one image size and one list of classes, and every given flag
+    must apply to them. Returns a list of `Loaded` from checkpoints.py, and `run` with task, data,
+    size and other. The fields of a Loaded: model (in eval mode), task, about (its fields of every
+    row), given (flag and path, for errors), size, origin (a key of ORIGINS), trained (the flags of
+    its training), classes.
     """
     args = run.args
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
@@ -323,20 +353,20 @@ def load_models(run):
     for name in ("task", "size", "classes"):
         values = [getattr(m, name) for m in everything if getattr(m, name)]
         if any(value != values[0] for value in values):
-            raise InputError(f"{models[0].given}, ...: models of {name} "
-                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}, "
-                             f"expected the same for all")
+            raise InputError(f"{models[0].given}, ...: the models differ in {name}: "
+                             f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}; "
+                             f"expected the same {name} for all models")
     first = models[0]
     for flag, origins in ORIGIN_FLAGS.items():
         if getattr(args, flag) and not {m.origin for m in everything} & {*origins}:
             raise InputError(f"--{flag} applies to {' and '.join(ORIGINS[o] for o in origins)}; "
-                             f"no model here is one: leave it out")
+                             f"no model of this command is of this kind: leave --{flag} out")
     given = {name: getattr(args, name) for name in TASK_FLAGS} | dict(
         preset=args.preset == "paper")
     for flag, tasks in (TASK_FLAGS | dict(preset=(CLS,))).items():
         if given[flag] and first.task not in tasks:
             raise InputError(f"--{flag} applies to {' and '.join(tasks)}, but {first.given} is a "
-                             f"model for {first.task}: leave it out")
+                             f"model for {first.task}: leave --{flag} out")
     for m in everything if args.preset == "paper" else ():
         if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
             raise InputError(f"--preset paper attacks normalised images and needs a model with "
@@ -357,7 +387,8 @@ IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text().s
 def load_images(models, run):
     """Load the test split of a classifier's data; return `run` with source, classes, batch_size.
 
-    source is None if only --imagenet_a or another such folder is needed.
+    source is None if --data_dir is not given for ImageNet; then only the folders of --imagenet_a
+    and --imagenet_r can be measured.
     """
     args, first = run.args, models[0]
     everything = [*models, run.other] if run.other else models
@@ -365,7 +396,7 @@ def load_images(models, run):
     classes, batch_size, imagenet1k = first.classes, args.batch_size, False
     if not batch_size:
         pixels = 2 ** 19
-        if run.device.type == "cuda":                     # a ViT-B with a gradient takes 3 kB each
+        if run.device.type == "cuda":                     # a ViT-B with gradients: 3 kB per pixel
             pixels = min(torch.cuda.mem_get_info(run.device)[0] // 4096, 512 * 224 ** 2)
         batch_size = max(1, pixels // run.size ** 2)
     if run.data != "imagenet":
@@ -388,21 +419,25 @@ def load_images(models, run):
     for m, n in zip(everything, counts):
         if n != len(names) or m.classes and list(m.classes) != names:
             own = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
-            raise InputError(f"{m.given} has {n} classes{own}, --data {run.data} {len(names)} "
-                             f"({', '.join(names[:3])}, ...)")
+            raise InputError(f"{m.given} has {n} classes{own}, but --data {run.data} has "
+                             f"{len(names)} ({', '.join(names[:3])}, ...); expected the same "
+                             f"classes")
         if not m.classes and not imagenet1k:
             class_order_note(m, names)
     return run._replace(source=source, classes=names, imagenet1k=imagenet1k, batch_size=batch_size)
 
 
 def assume(m, note):
-    """Print what is assumed about a foreign model, and keep it for its rows."""
+    """Print an assumption about another project's model, and store it in the model's rows."""
     print0(f"{m.given}: {note}")
     m.about.setdefault("assumed", []).append(note)
 
 
 def class_order_note(m, names):
-    """Print which logit is which class folder, if numbers are sorted differently as text."""
+    """Print which logit belongs to which folder, if class names are numbers in another order.
+
+    Names are sorted as text: "10" comes before "2".
+    """
     if all(name.isdecimal() for name in names) and names != sorted(names, key=int):
         order = ", ".join(f"logit {i} = folder {name}" for i, name in enumerate(names))
         note = (f"class folders are sorted as text: {order}. If the network was trained with the "
@@ -412,7 +447,10 @@ def class_order_note(m, names):
 
 
 def load_masks(models, run):
-    """Load what Segmenters are evaluated on; compare the class names with the checkpoint's."""
+    """Load the test images and masks of Segmenters; compare their classes with the checkpoint's.
+
+    Returns `run` with source, classes, window and stride.
+    """
     from data.views import load_segmentation
     first = models[0]
     flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
@@ -424,8 +462,8 @@ def load_masks(models, run):
             i = next((i for i, pair in enumerate(zip(trained, names)) if pair[0] != pair[1]), 0)
             raise InputError(f"{first.given} has {len(trained)} classes, --data_dir {run.data_dir} "
                              f"{len(names)}; class {i} is {trained[i]} in training and {names[i]} "
-                             f"here. Expected the same classes in the same order: classes.txt "
-                             f"names them")
+                             f"here. Expected the same classes in the same order; name them "
+                             f"in classes.txt")
         print0(f"--data_dir {run.data_dir} does not name its classes: {names[0]} is taken for "
                f"{trained[0]}, {names[1]} for {trained[1]}, and so on")
     window, stride = window_and_stride(run.args, first.model.config.image_size, 1)
@@ -433,19 +471,20 @@ def load_masks(models, run):
 
 
 class Text(NamedTuple):
-    """A text to score."""
+    """One split of a text, as tokens."""
     split: str
     clean: np.ndarray                    # (n,) uint32
-    attacked: np.ndarray                 # (n,) the same after the word swap
-    kept: torch.Tensor                   # (n - 1,) bool: targets that the word swap left alone
-    unknown: float                       # per cent of the words are not in the vocabulary
+    attacked: np.ndarray                 # (n,) uint32, after the word swap
+    kept: torch.Tensor                   # (n - 1,) bool: True where the swap kept the target
+    unknown: float                       # per cent of the words that are not in the vocabulary
 
 
 def load_texts(models, run):
-    """Load the texts that language models are evaluated on: source is {split: Text}.
+    """Load the texts for language models as source, {split: Text}.
 
-    A text that the model was not trained on is looked up in the checkpoint's vocabulary, word by
-    word. A file is scored as a whole, split "whole"; a folder has the splits valid and test.
+    Returns `run` with source, word, window, stride and batch_size. The words of every text are
+    looked up in the checkpoint's vocabulary. A single file has one split, "whole"; a folder and the
+    training text have the splits valid and test.
     """
     from data.text import UNK, lines_to_score, stored_vocabulary
     args, first = run.args, models[0]
@@ -456,11 +495,11 @@ def load_texts(models, run):
     vocabulary = stored_vocabulary(first.checkpoint)
     for m in models:
         if stored_vocabulary(m.checkpoint).words != vocabulary.words:
-            raise InputError(f"{m.given} has another vocabulary than {first.given}: perplexities "
-                             "would not compare")
+            raise InputError(f"{m.given} has another vocabulary than {first.given}, so their "
+                             "perplexities cannot be compared: evaluate them in two commands")
 
-    # Swap in the paper's word or, if the vocabulary does not have it, the rarest word: a model
-    # expects <unk> at many places.
+    # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
+    # because <unk> would be too easy to predict.
     word = WORD if WORD in vocabulary else vocabulary.words[-1]
     texts, n = {}, args.limit
     for split, lines in lines_to_score(run.data, run.data_dir, first.trained).items():
@@ -477,7 +516,7 @@ def load_texts(models, run):
 
 
 def window_and_stride(args, window, share):
-    """Return --window (default: window) and --stride (default: that window / share)."""
+    """Return --window (default: `window`) and --stride (default: the window / `share`)."""
     window = args.window or window
     stride = args.stride or max(window // share, 1)
     if stride > window:
@@ -492,19 +531,25 @@ LOAD = {CLS: load_images, SEG: load_masks, LM: load_texts}
 
 class Images(NamedTuple):
     """The images of a measure."""
-    source: object                       # a Split, an ImageTree, ...
+    source: object                       # a Split, an ImageTree, a Text, ...
     index: torch.Tensor                  # (n,) int64: the numbers of the images
-    data_dir: str | None = None          # their folder, if there is one
+    data_dir: str | None = None          # absolute path of the folder, or None
 
 
 def pick(n, name, args, data):
-    """Return image numbers (n,) in a random order, so that a smaller limit is a prefix."""
+    """Choose the images of a measure: numbers below n, in the random order of --seed.
+
+    --limit cuts this order, so the images of a smaller limit are a prefix.
+    """
     few = (SCENES if data == "shapes" else SLOW).get(name, n)
     return epoch_order(n, 0, args.seed)[:args.limit or few]
 
 
 def open_folder(flag, path, classes, size, **how):
-    """Open the folder <class>/* that a flag names: some of the classes, labelled as they are."""
+    """Open a folder <class>/* with some of `classes` as an ImageTree; `flag` is for errors.
+
+    Labels are places in the whole list `classes`.
+    """
     root, folder = os.path.split(os.path.abspath(path))
     try:
         return ImageTree(root, folder, classes, size, subset=True, **how)
@@ -513,8 +558,7 @@ def open_folder(flag, path, classes, size, **how):
 
 
 def images_of(run, name, settings):
-    """Find the `Images` of a measure and add the settings that flags choose; None: there are none.
-    """
+    """Find the `Images` of a measure, or None if there are none; add flags to `settings`."""
     args = run.args
     if run.task == LM:
         settings.update(window=run.window, stride=run.stride)
@@ -525,18 +569,19 @@ def images_of(run, name, settings):
     if name in FOLDERS:
         path = getattr(args, name)
         if not path:
-            raise InputError(f"--measures {name} needs --{name}")
+            raise InputError(f"--measures {name} needs --{name}, the folder with its images")
         if name == "imagenet_o" and run.source is None:
-            raise InputError(f"--measures {name} needs --data_dir, the folder with val/")
+            raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
         tree = open_folder(name, path, run.classes, run.size)
         beside = [run.data_dir] * (name == "imagenet_o")
         return Images(tree, pick(len(tree), name, args, run.data),
                       " and ".join(map(folder_of, (path, *beside))))
     if run.source is None:
-        raise InputError(f"--measures {name} needs --data_dir, the folder with val/")
+        raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
     if name == "transfer":
         if not run.other:
-            raise InputError("--measures transfer needs --source")
+            raise InputError("--measures transfer needs --source, the checkpoint on which the "
+                             "attack is computed")
         settings["source"] = run.other.about["weights"]
 
     # The test split.
@@ -552,12 +597,15 @@ def images_of(run, name, settings):
 
 
 def folder_of(path):
-    """Return the absolute path, so that rows do not depend on how a folder was typed."""
+    """Return the absolute path, so that "photos" and "./photos" give the same row."""
     return str(Path(path).resolve()) if path else None
 
 
 def to_corrupt(run, settings, images):
-    """Add the settings of a corruption; None if --corrupted_dir does not have it."""
+    """Add severities and sources of a corruption to `settings`; return its `Images`.
+
+    Returns None if --corrupted_dir does not contain the corruption.
+    """
     args, kind = run.args, settings["type"]
     severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
     common.one_of("type", kind, CORRUPTIONS)
@@ -577,12 +625,12 @@ def to_corrupt(run, settings, images):
                          f"16 or more; leave corruptions out")
     if kind == "frost":
         try:
-            load_frost(args.frost_dir)                    # reports missing files before the start
+            load_frost(args.frost_dir)                    # report missing files early
         except ValueError as error:
             raise InputError(str(error)) from None
     settings.update(severities=severities,
                     frost="photographs" if args.frost_dir else "procedural")
-    if isinstance(images.source, ImageTree):              # ImageNet-C was resized so
+    if isinstance(images.source, ImageTree):              # ImageNet-C was resized bilinearly
         tree = ImageTree.__new__(ImageTree)
         vars(tree).update(vars(images.source), resample="bilinear")
         images = images._replace(source=tree)
@@ -590,9 +638,10 @@ def to_corrupt(run, settings, images):
 
 
 def released(run, name, severity, source):
-    """Open one severity of ImageNet-C's files (224 px, only cropped) or CIFAR-10-C's arrays.
+    """Open one severity of a corruption in --corrupted_dir: ImageNet-C's files or CIFAR-10-C's.
 
-    Its images are numbered as in `source`, the test split.
+    ImageNet-C's files have 224 pixels and are only cropped. `source` is the test split; the
+    returned images have the same numbers. InputError if the labels differ.
     """
     folder = run.args.corrupted_dir
     array = Path(folder, f"{name}.npy")
@@ -615,8 +664,10 @@ def released(run, name, severity, source):
 def batches(run, images, label="", most=0):
     """Load this process's share of `Images` in batches on the device.
 
-    Yields ((b, 3, S, S) uint8, labels (b,), numbers (b,), places in the index (b,)). most: join
-    batches until they hold so many images.
+    label: text of the progress bar. most: batches are joined until they contain at least this
+    number of images.
+    Yields: pixels (b, 3, S, S) uint8, labels (b,), image numbers (b,), and places (b,), the
+    positions of these numbers in images.index.
     """
     source, index = images.source, images.index
     share = torch.arange(len(index))[run.rank::run.world]
@@ -626,10 +677,11 @@ def batches(run, images, label="", most=0):
         parts = (part.to(run.device) for part in parts)
         loaded = ((source.images[part], source.labels[part], part) for part in parts)
     else:
+        # image_batches needs pairs (position, image); without a random crop they are the same.
         keys = [[(i, i) for i in part.tolist()] for part in parts]
         loaded = image_batches(source, keys, run.args.num_workers, run.device)
     bar = tqdm(total=len(share), desc=label[:60], unit="image", leave=False,
-               disable=run.rank > 0 or None)              # None: if output is redirected
+               disable=run.rank > 0 or None)              # None: no bar if output is redirected
     held = []
     with bar:
         for i, (batch, place) in enumerate(zip(loaded, places), 1):
@@ -641,7 +693,7 @@ def batches(run, images, label="", most=0):
 
 
 def all_sum(t):
-    """Sum a tensor over the processes; each receives the sum on the CPU."""
+    """Sum a tensor over the processes; return the sum on the CPU, in every process."""
     t = t.cpu()
     if dist.is_initialized():
         dist.all_reduce(t)
@@ -651,7 +703,7 @@ def all_sum(t):
 # --- scores of images -----------------------------------------------------------------------------
 
 def pixels_of(images):
-    """Turn images (b, 3, S, S) uint8 into float32 in [0, 1]."""
+    """Return images (b, 3, S, S) uint8 as float32 in [0, 1]."""
     return images.float() / 255
 
 
@@ -662,28 +714,31 @@ def logits_of(run, m, x):
 
 
 def correct(logits, labels):
-    """Return top-1 and top-5 (0 or 1) and cross-entropy in nats of each image, (b, 3) float."""
+    """Return (b, 3) float per image: top-1 (0 or 1), top-5 (0 or 1), cross-entropy in nats."""
     if not logits.isfinite().all():
-        raise InputError("the model returns logits that are not finite")
+        raise InputError("the model returns logits that are not finite; expected finite numbers")
     right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
 
 
 def percent(total, n):
-    """Turn sums over n images into percentages."""
+    """Return each sum over n images as a percentage of n."""
     return [round(100 * x / n, 4) for x in total.tolist()]
 
 
 def outcome(hits, classes):
-    """Return fields of a row from `correct` of n images, (n, 3): top1, top5, right (as bits)."""
+    """Return the fields top1, top5 and right (one bit per image) of a row.
+
+    hits: (n, 3) from `correct`. classes: the number of classes.
+    """
     top1, top5 = percent(hits[:, :2].sum(0), len(hits))
-    top5 = dict(top5=top5) if classes > 5 else {}         # of five classes, top-5 is always right
+    top5 = dict(top5=top5) if classes > 5 else {}         # else top-5 is always right
     return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
 
 
 def join_severities(outcomes):
-    """Join the outcomes of several severities: one list per field."""
+    """Turn a list of dicts, one per severity, into one dict of lists, one value per severity."""
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
 
@@ -693,16 +748,19 @@ def widest(device):
 
 
 def distances(adv, x):
-    """Return how far images moved: Linf, L2, L1, and how far they leave [0, 1], (b, 4)."""
+    """Return (b, 4): Linf, L2 and L1 of each image's change, and how far it leaves [0, 1]."""
     move = (adv - x).flatten(1).to(widest(x.device))
     outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
     return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
 
 
-# --- measures: functions of (run, model, images, name, settings) that return fields of a row ------
+# --- measures: functions of (run, m, images, name, settings) that return the fields of a row ------
+
+# m is a Loaded: m.model is the network, m.about its fields of every row. images is an Images. With
+# several processes each one fills its share of a tensor of zeros; all_sum adds the shares.
 
 def clean(run, m, images, name, settings):
-    """Measure the images as they are. The loss shows how far training got."""
+    """Measure accuracy and mean loss on the unchanged images."""
     hits = torch.zeros(len(images.index), 3, device=run.device)
     for pixels, labels, _, place in batches(run, images, f"{name}, {m.about['model']}"):
         hits[place] = correct(logits_of(run, m, pixels_of(pixels)), labels)
@@ -711,7 +769,7 @@ def clean(run, m, images, name, settings):
 
 
 def corrupted(run, m, images, name, settings):
-    """Measure corrupted images; each field is a list over the severities."""
+    """Measure accuracy on corrupted images; each field is a list, one value per severity."""
     severities = settings["severities"]
     label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(len(severities), len(images.index), 3, device=run.device)
@@ -723,20 +781,26 @@ def corrupted(run, m, images, name, settings):
     else:
         for pixels, labels, numbers, place in batches(run, images, label):
             for i, severity in enumerate(severities):
-                damaged = corrupt_as(run, settings, severity, pixels, numbers)
-                hits[i, place] = correct(logits_of(run, m, pixels_of(damaged)), labels)
+                changed = corrupt_as(run, settings, severity, pixels, numbers)
+                hits[i, place] = correct(logits_of(run, m, pixels_of(changed)), labels)
     return join_severities([outcome(hit, len(run.classes)) for hit in all_sum(hits).double()])
 
 
 def corrupt_as(run, settings, severity, images, numbers):
-    """Corrupt the images (b, 3, H, W) uint8 with these numbers as the settings say."""
+    """Corrupt images (b, 3, H, W) uint8 by the settings of a measure.
+
+    numbers: (b,), the image numbers, on which the random numbers depend.
+    """
     images = corrupt(images, settings["type"], severity, seed=run.args.seed, index=numbers,
                      frost_dir=run.args.frost_dir)
     return jpeg_compression(images, 85) if settings["jpeg85"] else images   # as in ImageNet-C
 
 
 class Normalized(torch.nn.Module):
-    """A model on normalised images, z = (x - mean) / std, where the paper's code attacks."""
+    """A model of normalised images z = (x - mean) / std, which the paper's code attacks.
+
+    like: the model that has the tensors .mean and .std.
+    """
 
     def __init__(self, model, like):
         super().__init__()
@@ -748,7 +812,7 @@ class Normalized(torch.nn.Module):
 
 
 def attack_of(run, name, settings):
-    """Return the function of an attack with its settings."""
+    """Return an attack with its settings, as a function of (model, images, labels)."""
     attack, paper = ATTACKS[name], "conditions" in settings
     takes = inspect.signature(attack).parameters
     own = {k: v for k, v in settings.items() if k in takes}
@@ -769,19 +833,24 @@ def attack_of(run, name, settings):
     return on_source
 
 
-MANY = 4096         # images at a time for attacks that split them: their batches stay full
-STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of autoattack
+# An attack with its own batch_size receives this number of images at once. It makes batches of the
+# images that are still right, so its batches stay full.
+MANY = 4096
+STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of AutoAttack
 
 
 def attacked(run, m, images, name, settings):
-    """Measure images under an attack, and how far it moves them."""
+    """Measure accuracy under an attack, and how far the attacked images are from the originals.
+
+    noise has several draws: top1 is their mean, and `right` has one text per draw.
+    """
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
-    everyone = name in ("noise", "transfer")              # these also change wrong images
+    everyone = name in ("noise", "transfer")              # they also change wrong images
     many = MANY * ("batch_size" in inspect.signature(attack).parameters)
     label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(settings.get("draws", 1), n, 3, device=run.device)
     moved = torch.zeros(n, 4, dtype=widest(run.device), device=run.device)
-    stages = torch.zeros(len(STAGES), n)                  # of autoattack: right after each stage
+    stages = torch.zeros(len(STAGES), n)                  # AutoAttack: 1 if right after the stage
     for pixels, labels, numbers, place in batches(run, images, label, many):
         x = z = pixels_of(pixels)
         model, targets, trace = m.model, labels, []
@@ -794,12 +863,12 @@ def attacked(run, m, images, name, settings):
         right = robust.evaluate(model, z, targets, {name: attack}, batch_size=run.batch_size,
                                 seed=run.args.seed, index=numbers, draws=len(hits),
                                 attack_wrong=everyone, trace=trace)
-        for found in trace:
+        for found in trace:                               # one dict per draw
             adv = found["adv"] * like.std + like.mean if paper else found["adv"]
             hits[found["draw"], place] = correct(found["logits"].float(), labels)
             moved[place] = torch.maximum(moved[place], distances(adv, x))
-        for i, stage in enumerate(trace[0]["stages"]):
-            standing = torch.zeros_like(right["clean"])   # images that no stage has changed yet
+        for i, stage in enumerate(trace[0]["stages"]):    # empty, except for AutoAttack
+            standing = torch.zeros_like(right["clean"])   # True: no stage has fooled the model yet
             standing = standing.masked_scatter(right["clean"], stage["robust"].cpu())
             agrees, final = (targets == labels).cpu(), hits[0, place, 0].cpu() > 0
             stages[i, place.cpu()] = torch.where(standing, agrees, final).float()
@@ -822,7 +891,10 @@ def attacked(run, m, images, name, settings):
 
 
 def summary_of_distances(moved):
-    """Return fields of a row from `distances` (n, 4): extremes over the images that moved."""
+    """Return fields of a row from `distances` (n, 4), over the images that the attack changed.
+
+    outside, the largest distance from [0, 1], is over all images.
+    """
     touched = moved[moved[:, 0] > 0]
     linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
     return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
@@ -831,7 +903,10 @@ def summary_of_distances(moved):
 
 
 def per_class(run, m, images, name, settings):
-    """Count [[true class, predicted class, images], ...]; find the lowest accuracy of a class."""
+    """Measure the confusion matrix and the lowest accuracy of a class.
+
+    confusion: [[true class, predicted class, number of images], ...] without zeros.
+    """
     K = len(run.classes)
     matrix = torch.zeros(K, K, dtype=torch.int64)
     for pixels, labels, *_ in batches(run, images, f"{name}, {m.about['model']}"):
@@ -846,7 +921,7 @@ def per_class(run, m, images, name, settings):
 
 
 def kept_logits(run, m, images, columns):
-    """Return the logits of some classes, (n, len(columns)) float64, on every process."""
+    """Return the logits of the classes `columns`, (n, len(columns)) float64, on every process."""
     out = torch.zeros(len(images.index), len(columns), device=run.device)
     for pixels, _, _, place in batches(run, images, Path(images.source.folder).name):
         out[place] = logits_of(run, m, pixels_of(pixels))[:, columns]
@@ -855,20 +930,24 @@ def kept_logits(run, m, images, columns):
 
 def folder_accuracy(run, m, images, name, settings):
     """Measure ImageNet-A or -R over the 200 classes that the folder contains."""
-    tree, columns = images.source, images.source.labels.unique()    # sorted as the folder names
+    tree, columns = images.source, images.source.labels.unique()    # places in the 1,000 classes
     labels = torch.searchsorted(columns, tree.labels[images.index])
     hits = correct(kept_logits(run, m, images, columns), labels)
     return dict(outcome(hits, len(columns)), classes=len(columns))
 
 
 def outliers(run, m, images, name, settings):
-    """Measure how well confidence separates ImageNet-O from the images of its classes in val/."""
+    """Measure how well low confidence separates the outliers of ImageNet-O from images of val/.
+
+    Only the classes that are folders of ImageNet-O count. chance: the AUPR of guessing. inside: the
+    number of images of val/.
+    """
     val, columns = run.source, images.source.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
     inside = inside[epoch_order(len(inside), 0, run.args.seed)[:run.args.limit]]
     both = torch.cat([kept_logits(run, m, images, columns),
                       kept_logits(run, m, Images(val, inside), columns)])
-    doubt = -both.softmax(1).amax(1)                      # low confidence: an outlier
+    doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     outlier = torch.arange(len(both)) < len(images.index)
     return dict(aupr=100 * metrics.average_precision(doubt, outlier),
                 auroc=100 * metrics.auroc(doubt, outlier),
@@ -878,7 +957,7 @@ def outliers(run, m, images, name, settings):
 
 
 def segmented(run, m, images, name, settings):
-    """Measure pixel accuracy, mean accuracy and mean IoU, also per class, clean or corrupted."""
+    """Measure pixel accuracy, mean accuracy, mean IoU and the IoU per class, clean or corrupted."""
     import segmenter
     views = {key: settings[key] for key in ("window", "stride", "scales", "flip")}
     found = []
@@ -895,10 +974,10 @@ def segmented(run, m, images, name, settings):
 def perplexities(run, m, images, name, settings):
     """Measure perplexity: segment-wise, sliding, and sliding after the word swap.
 
-    attacked counts all targets, also the inserted words, which no model can foresee.
-    attacked_unswapped leaves the inserted words out, clean_unswapped counts the same targets in the
-    clean text: their difference is the effect of the attack. unknown: per cent of the words that
-    are not in the vocabulary.
+    attacked counts all targets, also the inserted words, which no model can predict.
+    attacked_unswapped leaves the inserted words out. clean_unswapped counts the same targets in the
+    clean text. The difference between attacked_unswapped and clean_unswapped is the effect of the
+    attack on the other words. unknown: per cent of the words that are not in the vocabulary.
     """
     from data.text import perplexity, sliding_nll
     text = images.source
@@ -945,7 +1024,7 @@ def start(args):
 
 
 def plan(run):
-    """List (name, settings, images) of everything that the flags ask for."""
+    """Return a list of (name, settings, images); each entry gives one row per model."""
     args, known = run.args, MEASURES[run.task]
     folders = [name for name in FOLDERS if getattr(args, name)]
     texts = (args.measures or USUAL[run.task] + folders) + ["per_class"] * args.per_class
@@ -958,13 +1037,16 @@ def plan(run):
             if images is not None:
                 todo.append((name, settings, images))
     if not todo:
-        raise InputError(f"there is nothing to measure: the data do not have "
-                         f"{', '.join(texts)}")
+        raise InputError(f"there is nothing to measure: the data do not contain "
+                         f"{', '.join(texts)}; choose other --measures")
     return todo
 
 
 def check_models(run, models, todo):
-    """Run the five checks of robust/checks.py on each model, on the same images; write nothing."""
+    """Run the five checks of robust/checks.py on each model, on the same images; write no row.
+
+    Only rank 0 runs them. The settings of the measure pgd apply to the checks.
+    """
     from robust.checks import run_checks
     if run.rank:
         return
@@ -981,10 +1063,10 @@ def check_models(run, models, todo):
 
 
 def out_dir(args):
-    """Return the folder for rows: --out_dir, or robust/ in the first checkpoint's run."""
+    """Return --out_dir; default: robust/ in the first checkpoint's run folder, else in out/NAME."""
     path = Path((args.ckpt or ["out/model"])[0])
     folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and not (folder / "log.jsonl").exists():   # a shipped or foreign file
+    if not path.is_dir() and not (folder / "log.jsonl").exists():   # a file outside a run
         folder = Path("out", path.stem)
     return Path(args.out_dir or folder / "robust")
 
@@ -1000,7 +1082,7 @@ def main():
     if args.checks:
         return check_models(run, models, todo)
 
-    # Compute each row that results.jsonl does not have yet: for each measure, for each model.
+    # For each measure and each model, compute the row if results.jsonl does not have it yet.
     path, hardware = out_dir(args) / "results.jsonl", common.describe(run.device)
     rows = open_rows(path, run.rank)
     kept = len(rows)
@@ -1031,7 +1113,8 @@ def main():
         path.with_name("table.md").write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
         top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
         print(f"\n{rows_table(own, SUMMARY + top5)}")
-        print(SUMMARY_NOTE.format(path.with_name("table.md")))
+        units = UNITS_LM if run.task == LM else UNITS
+        print(SUMMARY_NOTE.format(units, path.with_name("table.md")))
         if args.per_class:
             print("\n" + class_tables(rows.values(), path.parent))
     if dist.is_initialized():
@@ -1039,7 +1122,8 @@ def main():
 
 
 SUMMARY_NOTE = """\
-Accuracies in per cent; all models have the same images. {} has every row with its settings.
+{}
+All models were measured on the same data. {} has every row with its settings.
 One network per variant is not enough to rank variants: train several seeds."""
 
 

@@ -1,12 +1,17 @@
-"""The rows and tables of eval_robust.py: what a row holds, results.jsonl, Markdown and CSV.
+"""Read and write the rows of eval_robust.py (results.jsonl); write tables in Markdown and CSV.
 
     rows = read_rows("out/first/robust")                    # {key: row}
     print(rows_table(list(rows.values())))
 
-A row is a dict of plain values: the model (model, kind, checkpoint, weights, model_config), the
-measure (name, settings), the data (task, data, data_dir, images, seed), the numbers in per cent
-(top1, mean_iou, ...), which images were right (right), and the circumstances (seconds, commit,
-hardware, ...). pandas.read_json("results.jsonl", lines=True) reads all rows.
+A row is a dict of plain values:
+    model     model (its name), kind (of attention), checkpoint (file), weights (their checksum),
+              model_config
+    measure   name, settings ({setting: value})
+    data      task, data, data_dir, images (how many; for a text, tokens), seed
+    numbers   top1, mean_iou, ... in per cent; sliding, ... (perplexities); right, one bit per image
+    run       seconds, date, commit, hardware, processes, ...
+
+pandas.read_json("results.jsonl", lines=True) reads all rows.
 """
 
 import base64
@@ -23,47 +28,49 @@ from common import InputError
 from robust import metrics
 from robust.corruptions import NAMES
 
-MODEL = ("weights", "model_config")      # kinds of attention can share their weights
+# Fields that identify a model (the same weights can have another attention), and a row.
+MODEL = ("weights", "model_config")
 KEY = (*MODEL, "data", "name", "settings", "data_dir", "seed", "precision", "images", "crop_pct")
 
 
 def key(row, fields=KEY):
-    """Return what identifies a row or, with the fields MODEL, a model."""
+    """Return the values of the fields as text: KEY identifies a row, MODEL its model."""
     return json.dumps([row.get(name) for name in fields], sort_keys=True)
 
 
 def pack(right):
-    """Write outcomes (n,) bool as text, one bit per image: np.packbits in base64."""
+    """Return outcomes (n,) bool as text, one bit per image: np.packbits in base64."""
     return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
 
 
 def unpack(text, n):
-    """Read the outcomes of n images that `pack` wrote: (n,) bool."""
+    """Return the outcomes (n,) bool of n images from the text of `pack`."""
     packed = np.frombuffer(base64.b64decode(text), np.uint8)
     return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
 
 
 def read_rows(path):
-    """Read the rows of a results.jsonl or of its folder: {key: row}; a cut last line is ignored."""
+    """Return {key: row} from a results.jsonl or its folder; ignore an incomplete last line."""
     path = Path(path, "results.jsonl") if Path(path).is_dir() else Path(path)
     rows = common.read_log(path)
     for row in rows:
         if not row.keys() >= {*KEY} - {"crop_pct"}:
-            raise InputError(f"{path}: {str(row)[:60]} is not a row of this eval_robust.py")
+            raise InputError(f"{path}: {str(row)[:60]} is not a row of this eval_robust.py; "
+                             "choose another file or folder")
     return {key(row): row for row in rows}
 
 
 def open_rows(path, rank):
-    """Make the folder of a results.jsonl and return the rows that it holds: {key: row}."""
+    """Create the folder of a results.jsonl and return the file's rows, {key: row}."""
     rows = read_rows(path)
     if dist.is_initialized():
-        dist.barrier()                                    # all have read before one writes
+        dist.barrier()                                    # rank 0 writes after all have read
     if rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise InputError(f"--out_dir {path.parent}: {e.strerror}") from None
-        with common.replacing(path) as tmp:               # removes a line that a kill cut short
+        with common.replacing(path) as tmp:               # without an incomplete last line
             tmp.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
     return rows
 
@@ -71,14 +78,14 @@ def open_rows(path, rank):
 # --- settings in words: "pgd eps=2/255 steps=20" --------------------------------------------------
 
 def read_number(text):
-    """Read 8/255, 0.0314 or 8."""
+    """Return the number in a text: "8/255" and "0.0314" as float, "8" as int."""
     top, _, bottom = text.partition("/")
     whole = text.removeprefix("-").isdecimal()
     return int(text) if whole else float(top) / float(bottom or 1)
 
 
 def in_words(value):
-    """Write a value of a setting as the user types it: 2/255, 0.15, yes, 1,2,3."""
+    """Return the value of a setting as the user types it: 2/255, 0.15, yes, 1,2,3."""
     if isinstance(value, (list, tuple)):
         return ",".join(map(in_words, value))
     if isinstance(value, bool):
@@ -91,23 +98,28 @@ def in_words(value):
 
 
 def measure_text(name, settings):
-    """Write a measure for the screen: pgd eps=2/255 steps=20."""
+    """Return a measure as the user types it: pgd eps=2/255 steps=20."""
     return " ".join([name, *(f"{key}={in_words(value)}" for key, value in settings.items())])
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
-# Numbers of a row, in the order of the table; a list, one value per severity, becomes its mean.
+# Fields of a row that are lines of the table, in this order. A list with one value per severity
+# becomes its mean. SUMMARY: the fields on the screen.
 NUMBERS = ("top1", "top5", "segment", "sliding", "attacked", "attacked_unswapped",
            "clean_unswapped", "unknown", "pixel_accuracy", "mean_accuracy", "mean_iou", "aupr",
            "auroc", "fpr95", "lowest", "mce")
 SUMMARY = ("top1", "sliding", "attacked", "unknown", "mean_iou", "aupr", "lowest", "mce")
-CLEAN_ONLY = ("top5", "pixel_accuracy")         # no mean over severities of these
-TOLD = ("eps", "scale", "l1", "type", "split", "of", "conditions")   # settings that a line keeps
+CLEAN_ONLY = ("top5", "pixel_accuracy")         # no mean over severities
+# Settings that a line always shows; others stand below the table if all rows share them.
+TOLD = ("eps", "scale", "l1", "type", "split", "of", "conditions")
 
 
 def numbers_of(row):
-    """Return {name: number} of a row; for AutoAttack per stage, for CW per radius."""
+    """Return {name: number} of a row.
+
+    AutoAttack also has one number per stage. CW also has one number per L2 radius, and median_l2.
+    """
     found = {name: float(np.mean(row[name])) for name in NUMBERS
              if name in row and not (name in CLEAN_ONLY and isinstance(row[name], list))}
     found |= {f"top1 after {stage}": share for stage, share in row.get("stages", {}).items()}
@@ -116,10 +128,11 @@ def numbers_of(row):
 
 
 def mean_rows(rows, partial_means=False):
-    """Yield rows with the mean over ImageNet-C's 15 types, for models that have all of them.
+    """Yield one row per model: the mean over ImageNet-C's 15 types of corruption.
 
-    With mCE, where AlexNet is 100 %, on ImageNet at all five severities. partial_means: also yield
-    means over fewer types.
+    A model without all 15 types has no mean; with partial_means it has the mean over its types. On
+    ImageNet at all five severities the row also has mce, the mean error relative to AlexNet's
+    (AlexNet has 100 %).
     """
     groups = {}
     for row in rows:
@@ -141,10 +154,10 @@ def mean_rows(rows, partial_means=False):
 
 
 def worst_cases(rows):
-    """Yield rows with the worst case over attacks: an image counts that is right under each.
+    """Yield rows with the worst case over attacks: an image counts if it is right under all.
 
-    One row per model and L-infinity budget that two attacks or more tried. All attacks begin with
-    the same images, so the images that all of them tried are a prefix.
+    One row per model and L-infinity budget with at least two attacks. All attacks use the same
+    order of images, so the images that all attacks were tried on are the first n.
     """
     groups = {}
     for row in rows:
@@ -164,10 +177,11 @@ def worst_cases(rows):
 
 
 def rows_table(rows, summary=()):
-    """Write rows as Markdown, one line per number, one column per model.
+    """Return rows as a Markdown table: one line per number, one column per model.
 
-    Below the table stand the settings that all rows of a measure share. summary: the names of the
-    only numbers to write, with corruptions as their mean, without intervals.
+    The settings that all rows of a measure share are listed below the table.
+    summary: names of numbers, for a short table with only these numbers. It has one line for all
+    corruptions (their mean), no intervals, and nothing below the table.
     """
     columns = {key(row, MODEL): row for row in rows}
     names = [row["model"] for row in columns.values()]
@@ -195,7 +209,7 @@ def rows_table(rows, summary=()):
                 continue
             cell = f"{value:.2f}"
             if number_name.startswith("top") and not summary \
-                    and row["settings"].get("type") != "mean":    # a share of the images
+                    and row["settings"].get("type") != "mean":    # a share of images
                 low, high = metrics.wilson(value / 100, row["images"])
                 cell += f" ({100 * low:.1f}-{100 * high:.1f})"
             line = " ".join([row["name"], *told]) + f", {number_name}", row["images"]
@@ -206,18 +220,27 @@ def rows_table(rows, summary=()):
     if summary:
         return text
     below = [f"- {name}: {' '.join(words)}" for name, words in shared.items() if words]
-    return "\n".join([text, "", *below, NOTE])
+    notes = [f"- {UNITS_LM}"] if counted == "tokens" else [f"- {UNITS}", IMAGE_NOTE]
+    return "\n".join([text, "", *below, *notes, SEEDS_NOTE])
 
 
-NOTE = """\
-- Accuracies in per cent, over several severities their mean. (low-high): Wilson's 95 % interval
-  over images, which are a random choice and the same for all models.
+UNITS = "Accuracies and other rates are in per cent."
+UNITS_LM = ("Perplexities: lower is better. unknown is the share of words, in per cent, that the "
+            "vocabulary does not contain.")
+IMAGE_NOTE = """\
+- A number for several severities is their mean. median_l2 is in pixel units. (low-high) is
+  Wilson's 95 % interval over images. All models have the same randomly chosen images."""
+SEEDS_NOTE = """\
 - One network per variant is not enough to rank variants: networks that differ only in their seed
   differ by points. Train several seeds; studies/arms.py compares them."""
 
 
 def class_tables(rows, folder):
-    """Write per_class.csv and confusion.csv of rows into the folder; return them as Markdown."""
+    """Write per_class.csv and confusion.csv to the folder; return both tables as Markdown.
+
+    Only rows of the measure per_class count. The confusion of more than 20 classes is only in the
+    CSV file.
+    """
     found, accuracies, confusions = [], [], []
     for row in (row for row in rows if "confusion" in row):
         names, cells = row["class_names"], {(i, j): n for i, j, n in row["confusion"]}
@@ -247,7 +270,8 @@ def print_tables(paths):
     for path in paths:
         rows |= read_rows(path)
     if not rows:
-        raise InputError(f"--table: no rows in {', '.join(paths)}")
+        raise InputError(f"--table: no rows in {', '.join(paths)}; expected results.jsonl files "
+                         "or folders that contain them")
     for row in rows.values():
         tables.setdefault((row["task"], row["data"]), []).append(row)
     for (task, data), own in tables.items():

@@ -1,5 +1,10 @@
-"""Reference arrays that hold photographs are not part of a clone; there the packages of
-requirements-dev.txt make them anew, of drawn scenes of the same sizes and under the same names."""
+"""Compute the reference arrays of tests with other libraries or with independent code.
+
+The recorded reference arrays contain photographs, so a clone of the repository does not have them.
+`make(name)` then computes arrays with the same names and sizes from rendered scenes. It uses the
+packages of requirements-dev.txt (imagecorruptions, OpenCV, timm), or formulas written out here a
+second time (kernel PCA, attention, FAN, Segmenter). A test compares our code with these arrays.
+"""
 
 import inspect
 from contextlib import contextmanager
@@ -21,24 +26,28 @@ DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelat
 
 
 def scenes(n=4, height=64, width=None, first=0):
+    """Render scenes number first, first + 1, ...: (n, 3, height, width) uint8."""
     images = render_scenes(torch.arange(first, first + n), max(height, width or height))[0]
     return images[:, :, :height, :width or height].contiguous()
 
 
 def picture(height, width=None):
-    """The first scene as others want it: (height, width, 3), numpy."""
+    """Return the first scene as other libraries expect it: (height, width, 3) uint8, numpy."""
     return scenes(1, height, width)[0].permute(1, 2, 0).contiguous().numpy()
 
 
 def frost_dir(beside):
-    """ImageNet-C's photographs of frost: beside the clone, or those that imagecorruptions ships."""
+    """Return the folder with ImageNet-C's photographs of frost.
+
+    This is `beside` if the folder exists, else a folder of the package imagecorruptions.
+    """
     package = find_spec("imagecorruptions")
     return beside if beside.exists() else Path(package.submodule_search_locations[0], "frost")
 
 
 @contextmanager
 def imagecorruptions():
-    """The module imagecorruptions.corruptions, made to run with today's numpy and scikit-image."""
+    """Yield the module imagecorruptions.corruptions, patched for current numpy and scikit-image."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "float_", np.float64, raising=False)
         module = pytest.importorskip("imagecorruptions.corruptions", exc_type=ImportError)
@@ -50,10 +59,14 @@ def imagecorruptions():
 
 
 def with_table(function, table):
-    """A function of imagecorruptions with the constants of another of ImageNet-C's scripts."""
+    """Return a function of imagecorruptions with the severity constants of another image size.
+
+    table: the image size, 32 for CIFAR-10-C, a key in CONSTANTS. The constants are replaced in the
+    bytecode, because imagecorruptions has no argument for them.
+    """
     old, new = (CONSTANTS[function.__name__][t] for t in (224, table))
     swap = {old: new}
-    if function.__name__ == "zoom_blur":                    # its numbers stand there one by one
+    if function.__name__ == "zoom_blur":                    # its bytecode has single numbers
         swap = {a: b for pair in zip(old, new) for a, b in zip(*pair)}
     code = function.__code__
     consts = tuple(swap.get(c, c) if isinstance(c, (float, tuple)) else c for c in code.co_consts)
@@ -63,7 +76,10 @@ def with_table(function, table):
 
 
 def elastic(image, c, jitter, field):
-    """ImageNet-C's elastic transform, which imagecorruptions has not: by OpenCV, then SciPy."""
+    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions lacks it.
+
+    image: (H, W, 3) uint8. c: its constants. jitter: (3, 2) moves three corners. field: (2, H, W).
+    """
     import cv2
     from scipy.ndimage import gaussian_filter, map_coordinates
     (H, W), (alpha, sigma, _) = image.shape[:2], c
@@ -81,7 +97,7 @@ def elastic(image, c, jitter, field):
 
 
 def injected(module, z, patch):
-    """Random corruptions with numbers of our own in place of those drawn."""
+    """Add random corruptions to z, with fixed numbers in place of the package's random numbers."""
     rng, x = np.random.default_rng(1), picture(224)
     for severity in (1, 3, 5):
         for angle in (-37.5, 20.0):
@@ -101,7 +117,7 @@ def injected(module, z, patch):
         drawn = zip(("jitter", "ux", "uy"), (np.float32(jitter), *field))
         z.update({f"elastic/s{severity}/{k}": v for k, v in drawn})
         z[f"elastic/s{severity}/out"] = elastic(x, c, jitter, field)
-    smear = module._motion_blur                 # ImageNet-C truncates flakes before and after
+    smear = module._motion_blur                 # ImageNet-C rounds down before and after
     patch.setattr(module, "_motion_blur", lambda x, **how: np.floor(
         smear(np.floor(255 * x[:224, :224]), **how)) / 255)
     for severity, angle in ((1, -62.0), (4, -100.0)):
@@ -116,6 +132,7 @@ def injected(module, z, patch):
 
 
 def robustness_corruptions_a():
+    """Return the corruptions of imagecorruptions, without random numbers or with fixed ones."""
     from PIL import Image
     z = dict(clean224=picture(224), clean32=picture(32), clean_any=picture(150, 232))
     with imagecorruptions() as module, pytest.MonkeyPatch.context() as patch:
@@ -133,12 +150,12 @@ def robustness_corruptions_a():
 
 
 def seg_transforms():
-    """What OpenCV makes of a scene, step by step as mmsegmentation calls it."""
+    """Return a scene after each augmentation step of mmsegmentation, computed with OpenCV."""
     import cv2
     rgb = picture(360, 480)
     raw = np.uint8(render_scenes(torch.arange(1), 480)[2][0, :360, :480])
     raw[:, ::50] = 0
-    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)        # as photographs: a hue a level
+    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)        # one hue per level, as in photos
     z = dict(rgb=rgb, label_raw=raw, label_reduced=raw - np.uint8(1), crop_rgb=muted)
     z["resized_rgb"] = cv2.resize(rgb, (272, 204), interpolation=cv2.INTER_LINEAR)
     z["resized_label"] = cv2.resize(z["label_reduced"], (272, 204), interpolation=cv2.INTER_NEAREST)
@@ -165,17 +182,22 @@ def seg_transforms():
 
 
 def size_rule(h, w, ratio, size=256):
-    """A row of the reference's table: an image of h x w, fitted into a box whose sides are
-    4 `size` and `size` times ratio."""
+    """Return one row: h, w, ratio, the box, and the size of the image fitted into the box.
+
+    The sides of the box are 4 * size * ratio and size * ratio; the aspect ratio stays the same.
+    """
     box = int(4 * size * ratio), int(size * ratio)
     scale = min(max(box) / max(h, w), min(box) / min(h, w))
     return h, w, ratio, *box, int(h * scale + 0.5), int(w * scale + 0.5)
 
 
 def wikitext(path, tokens, swapped):
-    """Lines of a file of WikiText-103, its tokens with one <eos> a line, and how many words
-    textattack swaps; without the file, text of the same kind, in which all words may be swapped:
-    1.5 % of a line's words, at least one."""
+    """Return the lines of a WikiText-103 file, and its numbers of tokens and of swapped words.
+
+    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file; the
+    second one comes from textattack. Without the file, the lines are a synthetic text of the same
+    kind. There every word may be swapped: 1.5 % of the words of a line, at least one.
+    """
     if path.exists():
         return path.read_text().split("\n")[:-1], tokens, swapped
     lines, tokens, swapped = [], 0, 0
@@ -188,7 +210,7 @@ def wikitext(path, tokens, swapped):
     return lines, tokens, swapped
 
 
-# --- kpca.py: the definitions once more, in numpy, with plain exponentials ------------------------
+# --- kpca.py: the same definitions in numpy, with plain exponentials ------------------------------
 
 def softmax(x):
     e = np.exp(x)
@@ -196,7 +218,7 @@ def softmax(x):
 
 
 def norms(q, k, v):
-    """|phi(q)|^2 / g(q)^2 and |h|^2 of every query."""
+    """Return |phi(q)|^2 / g(q)^2 and |h|^2 of every query, (..., M) each."""
     s = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
     phi2 = np.exp((q * q).sum(-1) / q.shape[-1] ** 0.5) / np.exp(s).sum(-1) ** 2
     return phi2, ((softmax(s) @ v) ** 2).sum(-1)
@@ -207,8 +229,11 @@ def standardised(x):
 
 
 def eigenvalues(k):
-    """Maximum, minimum, mean and lower median of the first D, averaged over heads; 1 / min g of
-    each head."""
+    """Return statistics of the first D eigenvalues of the centred Gram matrix, and 1 / min g.
+
+    The statistics are maximum, minimum, mean and lower median, averaged over images and heads. Each
+    head has one value of 1 / min g.
+    """
     D = k.shape[-1]
     K = np.exp(k @ k.swapaxes(-1, -2) / D ** 0.5)
     g = K.sum(-1)
@@ -220,7 +245,10 @@ def eigenvalues(k):
 
 
 def released_loss(q, k, h2):
-    """What the released code logs, with h^2 and without: no scale in |q|^2 and q.k_1."""
+    """Return the loss that the released code logs, with |h|^2 and without it.
+
+    The released code does not scale |q|^2 and q.k_1.
+    """
     qk = q @ k.swapaxes(-1, -2)
     first = softmax(qk / q.shape[-1] ** 0.5)[..., 0]
     phi2 = np.exp((q * q).sum(-1)) / np.exp(2 * qk[..., 0] - np.log(first ** 2))
@@ -228,6 +256,7 @@ def released_loss(q, k, h2):
 
 
 def kpca_vit():
+    """Return random q, k, v with the released loss J, and random keys with their eigenvalues."""
     rng = np.random.default_rng(0)
     z = {f"jproj_variants__{n}": rng.normal(size=(3, 65, 64)) for n in "qkv"}
     raw_q, raw_k, v = z.values()
@@ -242,6 +271,7 @@ def kpca_vit():
 
 
 def kpca_curve():
+    """Return random q, k, v of three training steps, with the mean of each term of J per step."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 4, 3, 65, 32))
     phi2, h2 = norms(q, k, v)
     z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)),
@@ -249,11 +279,14 @@ def kpca_curve():
     return {f"curve__{name}": torch.from_numpy(np.array(value)) for name, value in z.items()}
 
 
-# --- models: timm's, with each attention of the paper written out ---------------------------------
+# --- timm's models with the attentions of the paper -----------------------------------------------
 
 class Attention(torch.nn.Module):
-    """Symmetric attention; with n, Algorithm 1 as released; with s, Scaled Attention. Equal to the
-    released code's arrays to the last digits, see test_vit.py."""
+    """Symmetric attention; n > 0: n steps of Algorithm 1 as released; s: Scaled Attention.
+
+    s: S of Scaled Attention, (heads, N, N), or one number alpha for S = alpha * attention. The
+    results equal the arrays of the released code up to rounding; test_vit.py checks this.
+    """
 
     def __init__(self, dim, heads, n=0, lambd=0.0, s=None):
         super().__init__()
@@ -290,7 +323,7 @@ class Attention(torch.nn.Module):
 
 
 def vision_transformer(attention=None, heads=3, eps=1e-6, **sizes):
-    """timm's, with attention(i) in block i."""
+    """Return timm's ViT with the module attention(i) in block i (default: timm's attention)."""
     timm = pytest.importorskip("timm")
     norm = partial(torch.nn.LayerNorm, eps=eps)
     model = timm.models.VisionTransformer(embed_dim=48, depth=2, num_heads=heads, norm_layer=norm,
@@ -301,16 +334,21 @@ def vision_transformer(attention=None, heads=3, eps=1e-6, **sizes):
 
 
 def randomise(model):
+    """Randomise all weights in place; return a copy of the state dict, names with prefix "sd/"."""
     for p in model.parameters():
         p.data = 0.8 * p + 0.2 * torch.randn(p.shape) / max(1, p.shape[-1] / 12) ** 0.5
     for name, p in model.named_parameters():
         if name.endswith("qkv.weight"):
-            p.data[:-48] *= 4               # long keys: Algorithm 1 has something to shrink
+            p.data[:-48] *= 4               # long keys, so that S of Algorithm 1 is not 0
     return {f"sd/{k}": v.clone() for k, v in model.state_dict().items()}
 
 
 def vit_arrays(variants, gradients=()):
-    """Inputs, weights, logits in both precisions; of a model's variants what test_vit.py asks."""
+    """Return inputs, weights and outputs of a model whose variants share their weights.
+
+    variants: {prefix of the names: attention}. Per variant: logits in float32 and float64, the
+    loss, the output of each block, and the gradients of the parameters that `gradients` names.
+    """
     target = torch.tensor([1, 8])
     out = dict(x=torch.randn(2, 3, 32, 32), target=target)
     weights = None
@@ -340,7 +378,7 @@ def model_symvit():
 
 
 class Upstream(torch.nn.Module):
-    """Segmenter as upstream wires it: timm's encoder and blocks, a mask decoder."""
+    """Segmenter of the original code: timm's encoder, and a mask decoder with timm's blocks."""
 
     def __init__(self, attention=None):
         super().__init__()
@@ -383,6 +421,7 @@ class Upstream(torch.nn.Module):
 
 
 def seg_arrays(**kind):
+    """Return inputs, outputs, loss and gradients of an `Upstream` with random weights."""
     model = Upstream(**kind).eval()
     out = randomise(model)
     x, odd = torch.randn(2, 3, 64, 64), torch.randn(1, 3, 50, 70)
@@ -401,7 +440,10 @@ def seg_arrays(**kind):
 
 
 def seg_sliding(window=64, stride=48, shape=(100, 140)):
-    """Three views through windows, with the model of seg_mask."""
+    """Return the class probabilities of three views, with the model of seg_mask in windows.
+
+    Two views have one size, and the second one is mirrored. The third view has half this size.
+    """
     model = Upstream().eval()
     model.load_state_dict({k[3:]: v for k, v in make("seg_mask").items() if k.startswith("sd/")})
     out = {name: torch.tensor(value) for name, value in (
@@ -427,7 +469,7 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
     return out | dict(argmax=out["prob_mean"].argmax(0))
 
 
-# --- FAN, written out: a function of the reference's state dict -----------------------------------
+# --- FAN as one function of the state dict w of the original code ---------------------------------
 
 def linear(w, name, x):
     return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -444,7 +486,7 @@ def batch_norm(w, name, x):
     return (x - mean) / (var + 1e-5).sqrt() * scale + shift
 
 
-def apart(x, heads):                                                    # (B, H, N, D)
+def apart(x, heads):                                # (B, N, C) -> (B, H, N, D)
     return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
 
 
@@ -455,9 +497,9 @@ def attend(q, k, v, heads):
 
 
 def token_attention(w, name, z, heads, how):
-    """how: (n, lambda) of Algorithm 1, () for none."""
+    """Compute FAN's attention over tokens. how: (n, lambda) of Algorithm 1, or () for no RPC."""
     C = z.shape[-1]
-    if f"{name}.q.weight" not in w:                                     # the paper's, see above
+    if f"{name}.q.weight" not in w:                                     # symmetric or RPC attention
         parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"]
                  for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
                  for end in ("weight", "bias")}
@@ -470,7 +512,7 @@ def token_attention(w, name, z, heads, how):
 def channel_attention(w, name, z, heads):
     B, N, C = z.shape
     gates = []
-    for h, part in enumerate(z.split(C // heads, 2)):                   # one head after the other
+    for h, part in enumerate(z.split(C // heads, 2)):                   # head by head
         q = linear(w, f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
         gate = torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1))
         gates.append(gate * w[f"{name}.temperature"][h, 0])
@@ -486,7 +528,7 @@ def channel_attention(w, name, z, heads):
 
 
 def class_block(w, b, x, heads):
-    """The class token looks at all tokens; the others are doubled."""
+    """Compute a class-attention block. Only the class token attends; patch tokens are doubled."""
     z = layer_norm(w, f"{b}.norm1", x)
     query = "q" if f"{b}.attn.q.weight" in w else "k"       # symmetric: the class token's key
     parts = ((query, z[:, :1]), ("k", z), ("v", z))
@@ -498,10 +540,10 @@ def class_block(w, b, x, heads):
 
 
 def fan(w, x, pos, heads=4, rpc=None):
-    """Logits, and the tokens after each block, of normalised images x; pos: the position code,
-    (patches, 64).
+    """Return the logits of normalised images x, and the tokens after each block.
 
-    Symmetric where w has no attn.q; rpc: {layer: (n, lambda)}, Algorithm 1 there. Evaluation mode.
+    w: state dict. pos: (patches, 64), the position code. rpc: {layer: (n, lambda)}, the layers with
+    Algorithm 1. Layers without attn.q in w are symmetric. The model is in eval mode.
     """
     for i in range(0, 8, 2):
         x, name = F.gelu(x) if i else x, f"patch_embed.proj.{i}"
@@ -525,7 +567,7 @@ def fan(w, x, pos, heads=4, rpc=None):
 
 
 def fan_weights(C, depth):
-    """Random weights of the reference's names and shapes."""
+    """Return random weights with the names and shapes of the original code."""
     w = dict(cls_token=torch.randn(1, 1, C))
 
     def add(name, *shape, batch_norm=False):
@@ -562,7 +604,7 @@ def fan_weights(C, depth):
 
 
 def model_fan():
-    """Random weights, and what `fan` makes of them."""
+    """Return random weights, and the logits and tokens that `fan` computes with them."""
     w = fan_weights(C=32, depth=2)
     x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
     for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
@@ -591,6 +633,7 @@ MAKE = dict(
 
 
 def make(name):
+    """Compute the reference arrays `name`, a key of MAKE, with fixed random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return MAKE[name]()

@@ -111,7 +111,7 @@ def test_foreign_models_are_measured(
 
 @pytest.mark.parametrize("flags, words", [
     ("--model my.py:absent", "my.py has no function absent"),
-    ("--model my.py:few", "--model my.py:few has 5 classes, --data shapes 10 (arrow, circle, "),
+    ("--model my.py:few", "few has 5 classes, but --data shapes has 10 (arrow, circle, "),
     ("--model my.py:blind", "--model my.py:blind: the model's logits have no gradient"),
     ("--ckpt headless.pt", "--ckpt headless.pt: the file has no head.weight"),
     ("--model my.py:probabilities", "--model my.py:probabilities: the model returns probabilities"),

@@ -737,7 +737,7 @@ def test_retrained_source_is_measured_again(
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """A folder with models that do not go together, and folders of images."""
+    """Return a folder with models that do not fit together, and folders of images."""
     folder = tmp_path_factory.mktemp("odd")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "large.pt", image_size=64)
@@ -749,13 +749,13 @@ def odd(tmp_path_factory):
     return folder
 
 
-# flags after --ckpt a.pt: what the line must hold
+# {flags after --ckpt a.pt: words that the error message must contain}
 BAD = {
     "--measures fgms": "expected one of clean",
     "--measures|pgd step=3": "expected one of eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
     "--measures|pgd steps=2.5": "steps=2.5",
-    "--measures|pgd random_start=no restarts=3": "restarts are the same",
+    "--measures|pgd random_start=no restarts=3": "restarts are equal",
     "--measures|pgd random_start=maybe": "yes or no",
     "--measures|noise kind=pink": "uniform or gaussian",
     "--measures|corruptions type=fogg": "fogg",
@@ -766,13 +766,13 @@ BAD = {
     "--data imagenet": "needs --data_dir",
     "--measures|corruptions type=frost|--frost_dir|nowhere": "nowhere",
     "--corrupted_dir nowhere --measures corruptions": "nowhere",
-    "--source large.pt": "size 32 and 64",
-    "--source other.pt": "models of classes",
+    "--source large.pt": "size: 32 and 64",
+    "--source other.pt": "models differ in classes",
     "--source chess.pt": "--source chess.pt: its task is chess",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--weights ema": "--ckpt a.pt: it has no ema weights",
     "--device nothing": "argument --device: nothing",
-    "--image_size 64": "--image_size applies to checkpoints of other projects and a --model",
+    "--image_size 64": "applies to checkpoints of other projects and models of --model",
     "--normalize half": "--normalize applies to checkpoints of other projects",
     "--window 16": "--window applies to segmentation",
     "--crop_pct 1": "--crop_pct applies to --data imagenet",

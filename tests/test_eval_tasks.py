@@ -243,8 +243,8 @@ def test_other_text_keeps_its_rare_words(texts, tmp_path):
     ("lm.pt", ["--preset", "paper"], "--preset applies to classification"),
     ("lm.pt", ["--severities", "2"], "--severities applies to"),
     ("seg.pt", ["--data", "camvid"], "needs --data_dir"),
-    ("seg.pt lm.pt", [], "models of task segmentation and language modelling"),
-    ("lm.pt words.pt", [], "perplexities would not compare"),
+    ("seg.pt lm.pt", [], "differ in task: segmentation and language modelling"),
+    ("lm.pt words.pt", [], "perplexities cannot be compared"),
 ])
 def test_flags_of_other_tasks_are_one_line(texts, monkeypatch, ckpt, flags, words):
     folder, _, _ = texts
