@@ -19,6 +19,7 @@ import argparse
 import csv
 import difflib
 import json
+import math
 import re
 import statistics
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from studies import arms, kernel_pca, line, probe, where_is_s
+from studies import arms, kernel_pca, language, line, pro_attention, probe, where_is_s
 from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
                            spread)
 
@@ -266,8 +267,35 @@ def where(network, measure, form):
     return written(groups[network, last][measure], form)
 
 
+def lm_gap(text, variant, baseline, measure="clean"):
+    """Format a difference of studies.language, in nats per token."""
+    rows = language.read_rows("rows.jsonl")
+    return show(language.differences(rows, text, measure)[variant, baseline], 3)
+
+
+def lm_perplexity(text, variant, measure="clean"):
+    """Format the geometric mean of a variant's perplexities in studies.language."""
+    found = [language.MEASURES[measure](row) for row in language.read_rows("rows.jsonl")
+             if (row["text"], row["variant"]) == (text, variant)]
+    return f"{math.exp(statistics.mean(found)):.1f}"
+
+
+def pro(variant, measure, baseline=""):
+    """Format the accuracy of a variant of studies.pro_attention, or its gap to a baseline.
+
+    baseline: another variant, or another measure of the same variant.
+    """
+    found = pro_attention.outcomes(pro_attention.read_rows())
+    own = pro_attention.of_variant(found, measure, variant)
+    if not baseline:
+        return f"{np.mean([*own.values()]):.1f}"
+    other = (measure, baseline) if baseline in pro_attention.VARIANTS else (baseline, variant)
+    return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
+
+
 FUNCTIONS = {f.__name__: f for f in (gap, on_those, judged_as, rule, off, apart, pooled, adjusted,
-                                     fit, mean, kpca, way, chosen, nats, beyond, where)}
+                                     fit, mean, kpca, way, chosen, nats, beyond, where, lm_gap,
+                                     lm_perplexity, pro)}
 
 
 def value(expression):

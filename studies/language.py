@@ -259,6 +259,11 @@ def differences(rows, text, measure="clean"):
     return {pair: paired_t(values) for pair, values in found.items() if values}
 
 
+def corrected(found):
+    """Correct the p values of `differences` as Holm does; nan below three seeds: no test."""
+    return holm({pair: d.p if d.n > 2 else math.nan for pair, d in found.items()})
+
+
 def variants_table(rows, text, costs):
     """Write Markdown: one line per variant, means over seeds."""
     ratio = next((row["ratio"] for row in costs if row["text"] == text), {})
@@ -279,7 +284,7 @@ def pairs_table(rows, text):
     """Write Markdown: one line per pair; bold: significant after Holm's correction."""
     clean, others = differences(rows, text), [differences(rows, text, m) for m in
                                               ("attacked", "attack effect")]
-    p = holm({pair: d.p for pair, d in clean.items()})
+    p = corrected(clean)
     body = [[f"{variant} minus {baseline}", d.n, show(d, 3, p[variant, baseline] < 0.05),
              show_p(p[variant, baseline]),
              f"{detectable(d.error, d.df, len(PAIRS)):.3f}" if d.n > 2 else "",
@@ -297,7 +302,7 @@ def outcomes(rows, text):
     for the pair EMPTY_S, which is "equal". Pairs with fewer than three seeds have no outcome.
     """
     found = differences(rows, text)
-    p = holm({pair: d.p for pair, d in found.items()})
+    p = corrected(found)
 
     def outcome(pair, d):
         within = max(abs(d.low), abs(d.high)) < MARGIN

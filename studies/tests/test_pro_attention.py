@@ -106,6 +106,10 @@ def test_gap_is_mean_over_networks_and_images():
     assert d.n == 2 and d.mean == pytest.approx(-25)
 
 
+def test_stored_tables_match_the_rows():
+    assert study.report(study.read_rows()) in (study.RESULTS / "details.md").read_text()
+
+
 def test_stored_seeds_are_complete_on_one_processor():
     rows = study.read_rows()
     for seed in {row["seed"] for row in rows}:
