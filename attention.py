@@ -99,7 +99,31 @@ def soft_threshold(x, tau):
 
     x: any shape. tau >= 0: a number, or a tensor that broadcasts to x.
     """
-    return x.sign() * F.relu(x.abs() - tau)                    # sign(x) max(|x| - tau, 0)
+    return SoftThreshold.apply(x, torch.as_tensor(tau, dtype=x.dtype, device=x.device))
+
+
+class SoftThreshold(torch.autograd.Function):
+    """S = sign(x) max(|x| - tau, 0), computed as x - clamp(x, -tau, tau).
+
+    The formula alone gives the same S. Autograd would then keep three tensors per PAP step for the
+    backward pass instead of one, and a training step would take about 3 % longer.
+    """
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, tau):
+        return x - x.clamp(-tau, tau)
+
+    @staticmethod
+    def setup_context(ctx, inputs, S):
+        ctx.save_for_backward(S)
+        ctx.tau_shape = inputs[1].shape
+
+    @staticmethod
+    def backward(ctx, grad):
+        sign = ctx.saved_tensors[0].sign()      # where S is not 0: dS/dx = 1, dS/dtau = -sign(x)
+        shrunk = grad * sign
+        return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
 
 
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):

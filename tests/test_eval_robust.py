@@ -117,7 +117,7 @@ def test_evaluate_passes_named_arguments_and_right_images():
 def test_evaluate_rejects_train_mode_and_reserved_names():
     """Also where the attack is another library's, which does not look."""
     model, images, labels = trained_network(4)
-    for name, training, words in (("other", True, "train mode"), ("clean", False, "names of the")):
+    for name, training, words in (("other", True, "train mode"), ("clean", False, "reserved")):
         with pytest.raises(ValueError, match=words):
             robust.evaluate(model.train(training), images, labels, {name: lambda model, x, y: x})
     model.eval()
