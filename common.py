@@ -204,10 +204,10 @@ def parse_flags(parser, recipe, stored, fixed=()):
     return args
 
 
-def check_no_empty_value(args):
+def check_no_empty_value(args, allowed=("prompt",)):
     """Raise InputError if a flag is empty text, as "$PHOTOS" is if that variable is not set."""
     for name, value in vars(args).items():
-        if value == "" or isinstance(value, list) and "" in value:
+        if name not in allowed and (value == "" or isinstance(value, list) and "" in value):
             raise InputError(f"--{name} has an empty value: give a value, or leave --{name} out")
 
 

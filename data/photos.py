@@ -1,6 +1,5 @@
 """Your own photos: root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
 
-import os
 from pathlib import Path
 from statistics import median
 
