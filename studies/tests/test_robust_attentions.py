@@ -148,7 +148,7 @@ def test_an_attention_is_its_definition(found, slow, given):
 # --- gradients ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ROBUST)
-def test_gradients_are_those_of_finite_differences_and_large_and_zero_keys_stay_finite(name):
+def test_gradients_equal_finite_differences_and_stay_finite(name):
     function, settings = ROBUST[name]
     settings = settings | (dict(layer=torch.nn.Identity().eval()) if name == "mom" else {})
     if name.startswith("rkde"):             # the median of d, a constant, moves with k: a is fixed
@@ -176,7 +176,7 @@ def nano(attn="symmetric", layers=(0,)):
 
 @pytest.mark.parametrize("name, layers", [("elliptical", (0,)),
                                           *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
-def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, layers):
+def test_chosen_layers_alone_attend_without_new_parameters(name, layers):
     base = nano("softmax" if name == "elliptical" else "symmetric").eval()
     model, images = nano(study.USUAL[name], layers).eval(), torch.rand(2, 3, 32, 32)
     assert list(model.state_dict()) == list(base.state_dict())
@@ -189,7 +189,7 @@ def test_it_attends_in_its_layers_alone_and_no_parameter_comes_or_goes(name, lay
 
 
 @torch.no_grad()
-def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_network():
+def test_elliptical_reads_values_of_the_previous_layer():
     model, images, last = nano("elliptical").eval(), torch.rand(2, 3, 32, 32), None
     nano("elliptical")(images)                              # another network's last values
     x = model.embed(images)
@@ -200,7 +200,7 @@ def test_elliptical_compares_values_with_those_of_the_layer_before_in_the_same_n
     assert torch.allclose(model.features(images)["blocks.2"], x, atol=1e-6)
 
 
-def test_elliptical_layers_that_backward_computes_again_have_the_same_gradients():
+def test_checkpointed_elliptical_layers_have_the_same_gradients():
     """It takes them in reverse order, so what the last layer left is not what this one read."""
     model, images = nano("elliptical"), torch.rand(2, 3, 32, 32)
 
@@ -213,7 +213,7 @@ def test_elliptical_layers_that_backward_computes_again_have_the_same_gradients(
     assert all(map(torch.equal, again, gradients(lambda block, x: block(x))))
 
 
-def test_a_copy_of_an_elliptical_network_looks_at_its_own_layers():
+def test_copied_elliptical_network_reads_its_own_layers():
     model = nano("elliptical")
     copied = copy.deepcopy(model)
     other = copied.blocks[1].attn.learned.before[0]
@@ -227,7 +227,7 @@ def command(*words):
 FLAGS = "--num_images 64 --batch_size 16 --patch_size 8 --epochs 1 --device cpu".split()
 
 
-def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, capsys):
+def test_scripts_train_resume_and_evaluate_it(tmp_path, capsys):
     train = "train_cls.py", "--attn", "keys lambd=0.25"
     for folder, steps in (("whole", 4), ("cut", 2)):
         command(*train, *FLAGS, "--out_dir", tmp_path / folder, "--max_steps", steps)
@@ -249,14 +249,14 @@ def test_it_trains_resumes_and_is_evaluated_by_the_own_scripts(tmp_path, capsys)
     assert kind in capsys.readouterr().out
 
 
-def test_a_setting_is_the_one_with_which_the_kind_attends():
+def test_settings_reach_the_attention():
     layer = nano(register("keys", "lambd=0.25")).blocks[0].attn
     q, k, v = layer.project(torch.randn(2, N, 16))
     assert torch.equal(layer.attend(q, k, v), study.keys(k, v, lambd=0.25))
     assert not torch.allclose(layer.attend(q, k, v), study.keys(k, v, lambd=0.5))
 
 
-def test_an_unknown_setting_and_a_causal_network_are_refused():
+def test_unknown_settings_and_causal_networks_are_errors():
     with pytest.raises(InputError, match="weights lambd: expected a setting of rounds"):
         register("weights", "lambd=1")
     model = LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
