@@ -125,8 +125,8 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
 def find_weights(checkpoint, weights="model"):
     """Return the weights in a checkpoint as a new dict with the names that vit.py and fan.py use.
 
-    weights: "model", stored under one of `WEIGHTS` or without a name; or "ema", the average over the
-    training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
+    weights: "model", stored under one of `WEIGHTS` or without a name; or "ema", the average over
+    the training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
     wrapper puts before each name ("module.", "_orig_mod.") is removed. InputError if the file does
     not contain these weights.
     """
@@ -392,8 +392,8 @@ def load_built(text, device, size):
 
     build = getattr(module, name)
     if isinstance(build, torch.nn.Module) or not callable(build):
-        raise InputError(f"{given}: {name} is a {type(build).__name__}, expected a function without "
-                         f"arguments that returns an nn.Module")
+        raise InputError(f"{given}: {name} is a {type(build).__name__}, expected a function "
+                         f"without arguments that returns an nn.Module")
     needed = [p.name for p in inspect.signature(build).parameters.values()
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:

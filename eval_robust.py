@@ -278,7 +278,8 @@ def read_setting(name, setting, text, default):
     except argparse.ArgumentTypeError as error:
         raise InputError(f"--measures {name}: {setting}={text}: {error}") from None
     except (KeyError, ValueError, ZeroDivisionError):
-        expected = " or ".join(words) or ("a whole number" if whole else "a number, such as 0.1 or 2/255")
+        kind = "a whole number" if whole else "a number, such as 0.1 or 2/255"
+        expected = " or ".join(words) or kind
         raise InputError(f"--measures {name}: {setting}={text}: expected {expected}") from None
 
 
