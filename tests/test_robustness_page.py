@@ -18,8 +18,8 @@ from runs import call
 from test_eval_robust import make_checkpoint
 
 PAGE = (ROOT / "docs" / "robustness.md").read_text()
-COMMANDS = [line.split("#")[0]
-            for line in re.search(r"```sh\n(.*?)```", PAGE, re.S)[1].splitlines()]
+COMMANDS = [line for line in re.search(r"```sh\n(.*?)```", PAGE, re.S)[1]
+            .replace("\\\n", " ").splitlines() if not line.startswith("#")]
 SMALL = "--limit 4 --device cpu --num_workers 0 --seed 2".split()
 MAINS = {"eval_robust.py": eval_robust.main, "corrupt_folder.py": corrupt_folder.main}
 
