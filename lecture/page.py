@@ -145,7 +145,7 @@ def figure(name, alt):
         return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
     svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
                  drawn.read_text(), flags=re.S)
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)         # ids must be unique
+    svg = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\1{name}-", svg)   # ids must be unique
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
@@ -212,6 +212,14 @@ def live():
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
 
+def share_letters(body):
+    """Move the shapes of letters in all pictures to the beginning of body, each shape once."""
+    shape = r'<path id="DejaVu.*?/>'
+    letters = "".join(dict.fromkeys(re.findall(shape, body, flags=re.S)))
+    body = re.sub(shape, "", body, flags=re.S)
+    return f'<svg class="letters" aria-hidden="true"><defs>{letters}</defs></svg>\n{body}'
+
+
 def document(body, scripts):
     """Return a whole HTML file around body, with its styles, data and scripts."""
     light, dark = (HtmlFormatter(style=style).get_style_defs("pre")
@@ -234,7 +242,7 @@ def document(body, scripts):
 </style>
 </head>
 <body>
-{body}
+{share_letters(body)}
 <script type="application/json" id="networks">{json.dumps(networks())}</script>
 <script type="application/json" id="page-data">{json.dumps(page_data())}</script>
 <script>
