@@ -35,7 +35,7 @@ SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the liv
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-          "script-src 'unsafe-inline' 'unsafe-eval'")       # eval: a browser test waits for a name
+          "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
@@ -75,7 +75,7 @@ def notebook_cells():
 
 
 def write_notebook(path):
-    """Write the notebook with outputs: those of the committed notebook if no code has changed."""
+    """Write the notebook with outputs, from the committed notebook if no code has changed."""
     import nbformat
     from nbclient import NotebookClient
 
