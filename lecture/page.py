@@ -35,7 +35,7 @@ SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the liv
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-          "script-src 'unsafe-inline' 'unsafe-eval'")       # eval: a browser test waits for a name
+          "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
 FIRST_CELL = """\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
@@ -75,7 +75,7 @@ def notebook_cells():
 
 
 def write_notebook(path):
-    """Write the notebook with outputs: those of the committed notebook if no code has changed."""
+    """Write the notebook with outputs, from the committed notebook if no code has changed."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -145,7 +145,7 @@ def figure(name, alt):
         return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
     svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
                  drawn.read_text(), flags=re.S)
-    svg = re.sub(r'(id="|url\(#|href="#)', rf"\1{name}-", svg)         # ids must be unique
+    svg = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\1{name}-", svg)   # ids must be unique
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
@@ -212,6 +212,14 @@ def live():
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
 
 
+def share_letters(body):
+    """Move the shapes of letters in all pictures to the beginning of body, each shape once."""
+    shape = r'<path id="DejaVu.*?/>'
+    letters = "".join(dict.fromkeys(re.findall(shape, body, flags=re.S)))
+    body = re.sub(shape, "", body, flags=re.S)
+    return f'<svg class="letters" aria-hidden="true"><defs>{letters}</defs></svg>\n{body}'
+
+
 def document(body, scripts):
     """Return a whole HTML file around body, with its styles, data and scripts."""
     light, dark = (HtmlFormatter(style=style).get_style_defs("pre")
@@ -234,7 +242,7 @@ def document(body, scripts):
 </style>
 </head>
 <body>
-{body}
+{share_letters(body)}
 <script type="application/json" id="networks">{json.dumps(networks())}</script>
 <script type="application/json" id="page-data">{json.dumps(page_data())}</script>
 <script>

@@ -165,7 +165,7 @@ def save(figure, name, **numbers):
         display(drawn)                      # noqa: F821: a notebook defines it
 
 
-# %% The idea and the result: where S should be, where S is, accuracy under attack.
+# %% The idea and the result: what S should remove, what S removes, accuracy under attack.
 if wanted("idea"):
     model, numbers = network("rpc"), {}
     corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
@@ -175,14 +175,14 @@ if wanted("idea"):
         found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
         return found / found.mean(1, keepdim=True)
 
-    figure = plt.figure(figsize=(11, 3.3))
-    left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
-    headline(left, "S should mark the noisy patches. It does not.")
-    headline(right, "RPC does not help here")
+    figure = plt.figure(figsize=(8.6, 3.2))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.85, 1))
+    headline(left, "RPC-Attention does not find the noise")
+    headline(right, "No gain in robustness")
     image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
-    show(image, corrupted[0], "six patches\nare noise")
-    show(wish, hit[0].double().view(8, 8), "where S\nshould be", vmin=0, vmax=1)
-    show(found, relative_s(corrupted).view(8, 8), "where S is\n(|S|, mean 1)", vmin=0.5, vmax=1.5)
+    show(image, corrupted[0], "noise in\nsix patches")
+    show(wish, hit[0].double().view(8, 8), "should be\nremoved")
+    show(found, relative_s(corrupted).view(8, 8), "is removed\n(|S|, mean 1)", vmin=0.5, vmax=1.5)
     figure.colorbar(found.images[0], cax=bar, ticks=[0.5, 1, 1.5], extend="both")
     bar.set_box_aspect(12)
     outline(image, hit[0], 32)
@@ -191,9 +191,9 @@ if wanted("idea"):
 
     ax = right.subplots()
     rows = [row for row in arms.stored(arms.STUDIES["criterion"]) if row.seed < 45]
-    words = {"symmetric": ("baseline", "symmetric", (4.2, 66)),
-             "rpc4-l1": ("RPC", "rpc", (1.5, 63)),
-             "symmetric-adv": ("adversarial\ntraining", "adversarial", (6.2, 47))}
+    words = {"symmetric": ("baseline", "symmetric", (3.1, 83)),
+             "rpc4-l1": ("RPC-Attention", "rpc", (0, 33)),
+             "symmetric-adv": ("adversarial\ntraining", "adversarial", (5, 58))}
     for arm, (said, family, at) in words.items():
         own = [row for row in rows if row.arm == arm and row.kind in ("clean", "pgd")]
         budgets = sorted({row.eps or 0 for row in own if (row.eps or 0) <= 8})
@@ -201,7 +201,7 @@ if wanted("idea"):
         ax.plot(budgets, means, **look(family))
         ax.text(*at, said, color=COLOUR[family])
         numbers.update({f"{arm} {eps:g}": x for eps, x in zip(budgets, means)})
-    ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal training cost",
+    ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal cost",
            ylim=(0, 104), xticks=range(0, 9, 2))
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
     ratio = relative_s(many)

@@ -1,10 +1,11 @@
 """1. Project the centred query (homework, stop 1).
 
-On paper first: prove that the coefficients of an axis sum to 0. Hint: apply 1^T to both sides of
-G~ a = sigma a.
+On paper first: prove that the coefficients of an axis sum to 0. Hint: multiply both
+sides of G~ a = sigma a by a row of ones.
 
-Then fill the hole. Textbook kernel PCA subtracts the mean of the keys' features from the query,
-too. The values of Theorem 1 do not. Find values that do. Hint: each row of attention sums to 1.
+Then put a line in place of "...". Textbook kernel PCA also subtracts the mean of the keys' features
+from the query. Attention with the values of Theorem 1 does not. Find values with which attention
+does. Hint: each row of attention sums to 1.
 """
 
 import torch

@@ -28,7 +28,7 @@ TRIES, CLOSE = 20, 1e-7
 
 
 class Wrong(Exception):
-    """The message for the learner."""
+    """The answer is wrong; the text is the message for the learner."""
 
 
 # --- the checks -----------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def pap(own, random):
         L = right["L"]
         yield f"step {i}, L", mine["L"], L, {}, {
             "the queries must be K2, too": softmax_attention(k, K2, v),
-            "these are the keys without PAP": softmax_attention(k, k, v),
+            "this is attention with the keys k, without PAP": softmax_attention(k, k, v),
             "the values must be v": softmax_attention(K2, K2, k)}
         before, Z = Z, Z + k - S - L
         shared = {"Z += changes the tensor that all steps share: "
@@ -96,7 +96,7 @@ def centring(own, random):
     yield "G~", own(G), kpca.centre(G), dict(G=G), {
         "only columns are centred": G - rows, "only rows are centred": G - columns,
         "add the mean of all entries again": G - rows - columns,
-        "this subtracts one mean; each row and each column has its own": G - all_}
+        "this subtracts one mean; each row and each column has its own mean": G - all_}
 
 
 def centred_query(own, random):
@@ -187,7 +187,7 @@ MEASURED = {3: (measure_doubled_keys, ""),
 
 
 def predictions(number, names):
-    """Return the learner's predictions beside the measured values, as text."""
+    """Return the learner's predictions and the measured values, as text."""
     measure, note = MEASURED[number]
     holes = [name for name, value in names.items() if value is ... and not name.startswith("_")]
     if holes:
@@ -218,7 +218,7 @@ def compare(what, own, expected, given, mistakes):
 
 
 def judge(number, folder=FOLDER):
-    """Return a message about an exercise, and whether it is right."""
+    """Return a message about an exercise, and whether the exercise is solved."""
     file, name, check = EXERCISES[number]
     generator = torch.Generator().manual_seed(number)
 

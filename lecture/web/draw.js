@@ -46,7 +46,7 @@ function drawMap(canvas, values, most) {
   });
 }
 
-// Three networks side by side, the five likeliest classes of each. Filled: this picture; line: without paint.
+// Three networks, the four likeliest classes of each. Filled bar: this picture; line: without paint.
 function drawAnswers(box, {answers}, classes) {
   box.innerHTML = Object.entries(answers).map(([name, {answer, before}]) => {
     const order = [...classes.keys()].sort((a, b) => answer[b] - answer[a]).slice(0, 4);
@@ -58,7 +58,7 @@ function drawAnswers(box, {answers}, classes) {
   }).join("");
 }
 
-// A red frame and a cross: this network is fooled
+// A black frame and a cross: this network is fooled
 function drawCross(canvas) {
   const context = canvas.getContext("2d"), side = canvas.width;
   for (const [style, width] of [["white", 9], ["black", 5]]) {

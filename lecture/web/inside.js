@@ -16,7 +16,7 @@ function size(x, i) {
 // Mean entropy of the rows of A, in nats: ln 65 where attention is uniform
 const entropy = A => -A.reduce((sum, a) => a > 0 ? sum + a * Math.log(a) : sum, 0) / (H * N);
 
-// How much token i looks at token j: mean over heads
+// The attention of token i to token j, mean over heads
 const looks = (A, i, j) => (A[i * N + j] + A[(N + i) * N + j]) / 2;
 
 // Attention that each patch gets from the other tokens
@@ -127,14 +127,14 @@ function plain({now, answers, on, off, empty}, classes) {
   const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0] ?? 0];
   const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
   const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`;
-  if (!n) return `Nothing is painted. ${says} Paint noise on the picture: does S find it?`;
+  if (!n) return `Nothing is painted. ${says} Paint noise on the picture: does S find the noise?`;
   const count = COUNT[n] ?? String(n), start = count[0].toUpperCase() + count.slice(1);
   const patches = `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}. ${says} `;
   if (empty) return patches + "With this setting S is empty.";
   if (off === null) return patches + "The whole picture is painted.";
   const order = Math.abs(on - off) < 0.05 ? "about as large there as" : on < off ? "smaller there than" : "larger there than";
   return patches + `Its S is ${order} elsewhere: ${on.toFixed(2)} and ${off.toFixed(2)}. ` +
-    (on < off + 0.05 ? "It should be larger. Paint more." : "Paint more: does S find all of it?");
+    (on < off + 0.05 ? "It should be larger. Paint more." : "Paint more: does S find all painted patches?");
 }
 
 // The known meaning of this setting
@@ -150,17 +150,17 @@ function meaning({columns, entropies, nulls, now}) {
       `Attention is uniform: entropy ln 65 = ${Math.log(N).toFixed(2)}.`;
   if (columns.every(column => column.empty)) {
     parts.push("S is empty: no entry exceeds the threshold.");
-    if (one) parts.push("One such step is symmetric attention.");
-    else if (now.form === "admm") parts.push("Step i attends with about i times the keys: a sharper softmax.");
-    else parts.push("Step i attends with about −(i − 2) times the keys: none in step 2, from step 4 on a sharper softmax.");
-  } else if (one) parts.push("One step: symmetric attention with every key entry clamped to the threshold.");
+    if (one) parts.push("One step with an empty S is symmetric attention.");
+    else if (now.form === "admm") parts.push("In step i the keys are multiplied by about i, so the softmax becomes sharper.");
+    else parts.push("In step i the keys are multiplied by about −(i − 2): by 0 in step 2. From step 4 on, the softmax is sharper.");
+  } else if (one) parts.push("One step is symmetric attention with every key entry clamped to the threshold.");
   const turns = factors.filter((c, i) => i && c * factors[i - 1] < 0).length;
   if (turns)
-    parts.push((turns > 1 ? "The keys alternate in sign" : "The keys turn over") +
-      `: cosine with K ${factors.map(c => c.toFixed(2)).join(", ")}. Attention does not see the sign, because keys meet keys.`);
+    parts.push(`The keys change their sign ${turns > 1 ? `${turns} times` : "once"}: cosine with K ` +
+      `${factors.map(c => c.toFixed(2)).join(", ")}. The sign has no effect on attention, because the keys are also the queries.`);
   if (Math.abs(last - plain) > 0.1)
-    parts.push(`At the end attention is ${last < plain ? "sharper" : "flatter"} than symmetric: ` +
-      `${last.toFixed(2)} nats instead of ${plain.toFixed(2)}.`);
+    parts.push(`After the last step, attention is ${last < plain ? "sharper" : "flatter"} than symmetric attention: ` +
+      `entropy ${last.toFixed(2)} instead of ${plain.toFixed(2)} nats.`);
   return parts.join(" ");
 }
 

@@ -177,7 +177,7 @@ async function takePicture(file) {
     context.drawImage(bitmap, 0, 0);
     own = await finish(resized(context.getImageData(0, 0, bitmap.width, bitmap.height).data, bitmap.width, bitmap.height));
   } catch (error) {
-    $("meaning").textContent = `${file.name} is no picture that this browser can read: ${error.message}`;
+    $("meaning").textContent = `This browser cannot read ${file.name} as a picture (${error.message}). Choose a PNG or JPEG file.`;
     return;
   }
   if (!$("scene").querySelector("[value='-1']")) $("scene").add(new Option("your picture", -1), 0);
