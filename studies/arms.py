@@ -285,9 +285,20 @@ def files(patterns):
     return sorted(path for pattern in patterns for path in RESULTS.glob(pattern))
 
 
+@cache
+def stored_file(path):
+    """Read the Rows of a stored file, once per process."""
+    return read([path])
+
+
+def stored_rows(patterns):
+    """Read the Rows of all stored files that match the patterns."""
+    return [row for path in files(patterns) for row in stored_file(path)]
+
+
 def stored(study):
-    """Read the committed Rows of a study."""
-    return [row._replace(arm=study.alias.get(row.arm, row.arm)) for row in read(files(study.rows))]
+    """Read the stored Rows of a study."""
+    return [row._replace(arm=study.alias.get(row.arm, row.arm)) for row in stored_rows(study.rows)]
 
 
 def processors(rows):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 import common
-from studies.arms import CIFAR10_PRIMARY, SCENES_PRIMARY, files
+from studies.arms import CIFAR10_PRIMARY, SCENES_PRIMARY, files, stored_rows
 from studies.robust_attentions import USUAL as ROBUST
 from studies.stats import (CORRUPTION_FAMILIES, Difference, detectable, holm, read, satterthwaite,
                            show, show_p, student)
@@ -87,12 +87,12 @@ def networks_of(rows, training=()):
 def stored(name):
     """Read the stored networks of a picture (a key of PICTURES)."""
     _, rows, training, _ = PICTURES[name]
-    return networks_of(read(files(rows)), files(training))
+    return networks_of(stored_rows(rows), files(training))
 
 
 def other_recipes():
     """Read the stored networks that were trained by other recipes."""
-    return networks_of(read(files(OTHER_RECIPES)), files(("line/training.jsonl",)))
+    return networks_of(stored_rows(OTHER_RECIPES), files(("line/training.jsonl",)))
 
 
 def reference(networks, *arms):

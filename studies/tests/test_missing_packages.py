@@ -1,23 +1,26 @@
 """Without scipy or matplotlib, a command ends in one line with its install command."""
 
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 from conftest import ROOT
+from processes import Started, run_in
 
-BLOCK = ("import sys, runpy; sys.modules.update(dict.fromkeys(['scipy', 'matplotlib'])); "
-         "sys.argv = sys.argv[1:]; run = runpy.run_path if sys.argv[0].endswith('.py') else "
-         "runpy.run_module; run(sys.argv[0], run_name='__main__', **({} if run is runpy.run_path "
-         "else dict(alter_sys=True)))")
+
+def run_without_packages(words):
+    """Run a command after all modules of scipy and matplotlib were blocked."""
+    for name in ["scipy", "matplotlib", *sys.modules]:
+        if name.split(".")[0] in ("scipy", "matplotlib"):
+            sys.modules[name] = None
+    run_in(ROOT, words)
 
 
 @pytest.mark.parametrize("command", [
-    "studies.claims", "studies.arms control", "studies.line", "studies.plot",
-    "studies.kernel_pca --rows studies/results/kpca", "plot.py out/a"])
+    "-m studies.claims", "-m studies.arms control", "-m studies.line", "-m studies.plot",
+    "-m studies.kernel_pca --rows studies/results/kpca", "plot.py out/a"])
 def test_missing_package_gives_one_line(command):
-    done = subprocess.run([sys.executable, "-c", BLOCK, *command.split()], cwd=ROOT,
-                          capture_output=True, text=True)
-    line, = done.stderr.splitlines()
-    assert done.returncode == 1 and line.startswith("error: ") and "pip install" in line
+    process = Started(partial(run_without_packages, command.split()), [])
+    line, = process.communicate()[1].splitlines()
+    assert process.poll() == 1 and line.startswith("error: ") and "pip install" in line
