@@ -26,6 +26,7 @@ of processes and a second run do not change them.
 """
 
 import argparse
+import copy
 import inspect
 import itertools
 import json
@@ -102,7 +103,7 @@ SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw
 # Flags that apply only to these tasks (TASK_FLAGS) or to these kinds of model (ORIGIN_FLAGS).
 TASK_FLAGS = dict(window=(SEG, LM), stride=(SEG, LM), scales=(SEG,), flip=(SEG,), eps=(CLS,),
                   checks=(CLS,), per_class=(CLS,), corrupted_dir=(CLS,), source=(CLS,),
-                  crop_pct=(CLS,), frost_dir=(CLS, SEG), severities=(CLS, SEG),
+                  crop_pct=(CLS,), preset=(CLS,), frost_dir=(CLS, SEG), severities=(CLS, SEG),
                   **dict.fromkeys(FOLDERS, (CLS,)))
 ORIGINS = dict(ours="our checkpoints", foreign="checkpoints of other projects",
                function="models of --model")
@@ -140,8 +141,8 @@ def get_args():
     flag("--checks", action=boolean, default=False, help="do not write rows; check whether the "
          "robust accuracy of each classifier is reliable")
     flag("--source", help="compute the attack of the measure transfer on this checkpoint")
-    flag("--seed", type=common.number(int, 0, 2 ** 31 - 1), default=0, help="set all random "
-         "numbers, also the choice of images for --limit and of swapped words (default: 0)")
+    flag("--seed", type=common.SEED, default=0, help="set all random numbers, also the choice of "
+         "images for --limit and of swapped words (default: 0)")
     flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of "
          "these results.jsonl files, or of the folders that contain them")
 
@@ -160,18 +161,17 @@ def get_args():
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", help="evaluate on this data set (default: the data set of the training)")
-    flag("--data_dir", type=plain_path, help="read the data from this folder or text file "
-         "(default: as in training); for imagenet, the folder that contains val/ with all or some "
-         "classes")
+    flag("--data_dir", help="read the data from this folder or text file (default: as in "
+         "training); for imagenet, the folder that contains val/ with all or some classes")
     flag("--crop_pct", type=common.number(float, 0.01, 1), help="keep this share of an image's "
          "short side in the central crop, for imagenet (default: 0.875)")
-    flag("--corrupted_dir", type=plain_path, help="read corrupted images instead of making "
-         "them: ImageNet-C (<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
+    flag("--corrupted_dir", help="read corrupted images instead of making them: ImageNet-C "
+         "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", type=plain_path, help=f"add the measure {name} "
-             "to the default: images in this folder, <class>/*, some of ImageNet's classes")
-    flag("--frost_dir", type=plain_path, help="make frost from the photographs frost1.png "
-         "to frost5.jpg of ImageNet-C in this folder (default: from synthetic frost)")
+        flag(f"--{name}", metavar="DIR", help=f"add the measure {name} to the default: images in "
+             "this folder, <class>/*, some of ImageNet's classes")
+    flag("--frost_dir", help="make frost from the photographs frost1.png to frost5.jpg of "
+         "ImageNet-C in this folder (default: from synthetic frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), help="corrupt images "
          "at these severities (default: 1 2 3 4 5)")
 
@@ -235,11 +235,6 @@ def budget(text):
         raise argparse.ArgumentTypeError(f"eps={text}, expected 0 to 1, because pixels are in "
                                          f"[0, 1]{hint}")
     return value
-
-
-def plain_path(path):
-    """Read a path as typed, without needless parts such as ./ ; an empty one stays empty."""
-    return path and os.path.normpath(path)
 
 
 def settings_of(name):
@@ -351,13 +346,9 @@ def count_classes(m, device):
 
 
 def load_models(run):
-    """Load the models that the flags name; raise InputError if models or flags do not fit.
+    """Load the models of the flags; return (models, the model of --source or None).
 
-    All models must have one task, one image size and one list of classes, and every given flag
-    must apply to them. Returns a list of `Loaded` from checkpoints.py, and `run` with task, data,
-    size and other. The fields of a Loaded: model (in eval mode), task, about (its fields of every
-    row), given (flag and path, for errors), size, origin (a key of ORIGINS), trained (the flags of
-    its training), classes.
+    Each is a `Loaded` of checkpoints.py.
     """
     args = run.args
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
@@ -365,37 +356,43 @@ def load_models(run):
                normalize=args.normalize or "imagenet", image_size=args.image_size)
     models = [*(load_checkpoint(path, run.device, **how) for path in args.ckpt),
               *(load_built(text, run.device, size) for text in args.model)]
-    other = load_checkpoint(args.source, run.device, "--source", **how) if args.source else None
-    everything = [*models, other] if other else models
+    source = load_checkpoint(args.source, run.device, "--source", **how) if args.source else None
+    return models, source
+
+
+def check_models_fit(args, models):
+    """Raise InputError unless the models can be compared and every given flag applies to them."""
+    first = models[0]
     for name in ("task", "size", "classes"):
-        values = [getattr(m, name) for m in everything if getattr(m, name)]
+        values = [getattr(m, name) for m in models if getattr(m, name)]
         if any(value != values[0] for value in values):
-            raise InputError(f"{models[0].given}, ...: the models differ in {name}: "
+            raise InputError(f"{first.given}, ...: the models differ in {name}: "
                              f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}; "
                              f"expected the same {name} for all models")
-    first = models[0]
     for flag, origins in ORIGIN_FLAGS.items():
-        if getattr(args, flag) and not {m.origin for m in everything} & {*origins}:
+        if getattr(args, flag) and not {m.origin for m in models} & {*origins}:
             raise InputError(f"--{flag} applies to {' and '.join(ORIGINS[o] for o in origins)}; "
                              f"no model of this command is of this kind: leave --{flag} out")
-    given = {name: getattr(args, name) for name in TASK_FLAGS} | dict(
-        preset=args.preset == "paper")
-    for flag, tasks in (TASK_FLAGS | dict(preset=(CLS,))).items():
-        if given[flag] and first.task not in tasks:
+    for flag, tasks in TASK_FLAGS.items():
+        if getattr(args, flag) not in (None, False, "default") and first.task not in tasks:
             raise InputError(f"--{flag} applies to {' and '.join(tasks)}, but {first.given} is a "
                              f"model for {first.task}: leave --{flag} out")
-    for m in everything if args.preset == "paper" else ():
+    for m in models if args.preset == "paper" else ():
         if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
             raise InputError(f"--preset paper attacks normalised images and needs a model with "
                              f"tensors .mean and .std, which {m.given} does not have")
-    data = args.data or first.trained.get("data") or "imagenet"
+
+
+def choose_data(run, first):
+    """Return `run` with task, size, data and data_dir: the flags, else what `first` stores."""
+    args, data = run.args, run.args.data or first.trained.get("data") or "imagenet"
     if first.task == LM and args.data_dir and not args.data:    # as in train_lm.py
         data = "folder"
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
                          f"--data_dir out, or choose another --data")
-    return models, run._replace(task=first.task, data=data, size=first.size, other=other,
-                                data_dir=args.data_dir or first.trained.get("data_dir"))
+    return run._replace(task=first.task, size=first.size, data=data,
+                        data_dir=args.data_dir or first.trained.get("data_dir"))
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -411,8 +408,7 @@ def load_images(models, run):
     and --imagenet_r can be measured.
     """
     args, first = run.args, models[0]
-    everything = [*models, run.other] if run.other else models
-    counts = [count_classes(m, run.device) for m in everything]
+    counts = [count_classes(m, run.device) for m in models]
     classes, batch_size, imagenet1k = first.classes, args.batch_size, False
     if not batch_size:
         pixels = 2 ** 19
@@ -431,12 +427,12 @@ def load_images(models, run):
         if run.data_dir or not classes:
             source = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
                                crop_pct=args.crop_pct or CROP)
-            for m in everything if not args.crop_pct else ():
+            for m in models if not args.crop_pct else ():
                 if m.origin != "ours":
                     assume(m, f"crop_pct = {CROP} is assumed: the short side is resized to "
                               f"{run.size} / {CROP} pixels, then the centre is cropped.")
     names = list(source.classes) if source is not None else classes
-    for m, n in zip(everything, counts):
+    for m, n in zip(models, counts):
         if n != len(names) or m.classes and list(m.classes) != names:
             own = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
             raise InputError(f"{m.given} has {n} classes{own}, but --data {run.data} has "
@@ -582,22 +578,17 @@ def images_of(run, name, settings):
     args = run.args
     if run.task == LM:
         settings.update(window=run.window, stride=run.stride)
-        if settings["split"] not in run.source:
-            return None
-        return Images(run.source[settings["split"]],
-                      range(len(run.source[settings["split"]].clean)), folder_of(run.data_dir))
-    if name in FOLDERS:
-        path = getattr(args, name)
-        if not path:
-            raise InputError(f"--measures {name} needs --{name}, the folder with its images")
-        if name == "imagenet_o" and run.source is None:
-            raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
-        tree = open_folder(name, path, run.classes, run.size)
-        beside = [run.data_dir] * (name == "imagenet_o")
-        return Images(tree, pick(len(tree), name, args, run.data),
-                      " and ".join(map(folder_of, (path, *beside))))
-    if run.source is None:
+        text = run.source.get(settings["split"])
+        return text and Images(text, range(len(text.clean)), folder_of(run.data_dir))
+    if name in FOLDERS and not getattr(args, name):
+        raise InputError(f"--measures {name} needs --{name}, the folder with its images")
+    if run.source is None and name not in ("imagenet_a", "imagenet_r"):
         raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
+    if name in FOLDERS:
+        folders = [getattr(args, name)] + [run.data_dir] * (name == "imagenet_o")
+        tree = open_folder(name, folders[0], run.classes, run.size)
+        return Images(tree, pick(len(tree), name, args, run.data),
+                      " and ".join(map(folder_of, folders)))
     if name == "transfer":
         if not run.other:
             raise InputError("--measures transfer needs --source, the checkpoint on which the "
@@ -651,8 +642,8 @@ def to_corrupt(run, settings, images):
     settings.update(severities=severities,
                     frost="photographs" if args.frost_dir else "procedural")
     if isinstance(images.source, ImageTree):              # ImageNet-C was resized bilinearly
-        tree = ImageTree.__new__(ImageTree)
-        vars(tree).update(vars(images.source), resample="bilinear")
+        tree = copy.copy(images.source)
+        tree.resample = "bilinear"
         images = images._replace(source=tree)
     return images
 
@@ -664,17 +655,8 @@ def released(run, name, severity, source):
     returned images have the same numbers. InputError if the labels differ.
     """
     folder = run.args.corrupted_dir
-    array = Path(folder, f"{name}.npy")
-    if array.exists():
-        part = slice((severity - 1) * 10000, severity * 10000)
-        pixels = source.images.shape[2:]
-        images = read_array(array, f"uint8 ({', '.join(map(str, ('N', *pixels, 3)))})",
-                            lambda a: a.dtype == np.uint8 and a.shape[1:] == (*pixels, 3))
-        labels = read_array(array.with_name("labels.npy"), "whole numbers (N,)",
-                            lambda a: a.dtype.kind in "iu" and a.shape == images.shape[:1])
-        images, labels = (torch.from_numpy(a[part].copy()) for a in (images, labels))
-        images = images.permute(0, 3, 1, 2).to(run.device)
-        found = Split(images, labels.long().to(run.device), source.classes)
+    if Path(folder, f"{name}.npy").exists():
+        found = cifar10_c(folder, name, severity, source, run.device)
     else:
         found = open_folder("corrupted_dir", Path(folder, name, str(severity)), source.classes,
                             run.size, crop_pct=1.0)
@@ -685,17 +667,24 @@ def released(run, name, severity, source):
     return found
 
 
-def read_array(path, expected, fits):
-    """Open an array of CIFAR-10-C. fits(array): a check. expected: its description, for errors."""
+def cifar10_c(folder, name, severity, source, device):
+    """Read one severity of CIFAR-10-C's arrays <type>.npy and labels.npy as a `Split`."""
+    size = source.images.shape[2:]
     try:
-        array = np.load(path, mmap_mode="r")
-        found = f"{array.dtype} {array.shape}"
-    except (OSError, ValueError, EOFError):
-        array, found = None, "no array of NumPy" if path.exists() else "no file"
-    if array is None or not fits(array):
-        raise InputError(f"--corrupted_dir {path.parent}: {path.name} is {found}, expected "
-                         f"{expected}: unpack CIFAR-10-C.tar there again")
-    return array
+        images, labels = (np.load(Path(folder, file), mmap_mode="r")
+                          for file in (f"{name}.npy", "labels.npy"))
+        fits = images.dtype == np.uint8 and images.shape[1:] == (*size, 3) and \
+            labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+        problem = f"are {images.dtype} {images.shape} and {labels.dtype} {labels.shape}"
+    except (OSError, ValueError, EOFError) as error:
+        fits, problem = False, f"cannot be read ({error})"
+    if not fits:
+        raise InputError(f"--corrupted_dir {folder}: {name}.npy and labels.npy {problem}, expected "
+                         f"uint8 (N, {size[0]}, {size[1]}, 3) and whole numbers (N,): unpack "
+                         f"CIFAR-10-C.tar there again")
+    part = slice((severity - 1) * 10000, severity * 10000)
+    images, labels = (torch.from_numpy(a[part].copy()).to(device) for a in (images, labels))
+    return Split(images.permute(0, 3, 1, 2), labels.long(), source.classes)
 
 
 def batches(run, images, label="", most=0):
@@ -876,18 +865,19 @@ MANY = 4096
 STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of AutoAttack
 
 
-def attacked(run, m, images, name, settings):
-    """Measure accuracy under an attack, and how far the attacked images are from the originals.
+def attack_images(run, m, images, name, settings):
+    """Attack all images of a measure; return tensors on the CPU with one entry per image.
 
-    noise has several draws: top1 is their mean, and `right` has one text per draw.
+    Returns:
+        hits (draws, n, 3), from `correct`. moved (n, 4): the largest `distances` of all draws.
+        stages (5, n): 1 if the image is right after this stage of AutoAttack, else 0.
     """
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
-    everyone = name in ("noise", "transfer")              # they also change wrong images
     many = MANY * ("batch_size" in inspect.signature(attack).parameters)
     label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(settings.get("draws", 1), n, 3, device=run.device)
     moved = torch.zeros(n, 4, dtype=widest(run.device), device=run.device)
-    stages = torch.zeros(len(STAGES), n)                  # AutoAttack: 1 if right after the stage
+    stages = torch.zeros(len(STAGES), n)
     for pixels, labels, numbers, place in batches(run, images, label, many):
         x = z = pixels_of(pixels)
         model, targets, trace = m.model, labels, []
@@ -899,7 +889,7 @@ def attacked(run, m, images, name, settings):
                 targets = robust.forward(Normalized(like, like), z, run.batch_size).argmax(1)
         right = robust.evaluate(model, z, targets, {name: attack}, batch_size=run.batch_size,
                                 seed=run.args.seed, index=numbers, draws=len(hits),
-                                attack_wrong=everyone, trace=trace)
+                                attack_wrong=name in ("noise", "transfer"), trace=trace)
         for found in trace:                               # one dict per draw
             adv = found["adv"] * like.std + like.mean if paper else found["adv"]
             hits[found["draw"], place] = correct(found["logits"].float(), labels)
@@ -909,17 +899,24 @@ def attacked(run, m, images, name, settings):
             standing = standing.masked_scatter(right["clean"], stage["robust"].cpu())
             agrees, final = (targets == labels).cpu(), hits[0, place, 0].cpu() > 0
             stages[i, place.cpu()] = torch.where(standing, agrees, final).float()
+    return all_sum(hits).double(), all_sum(moved).double(), all_sum(stages)
 
-    hits, moved = all_sum(hits).double(), all_sum(moved).double()
+
+def attacked(run, m, images, name, settings):
+    """Measure accuracy under an attack, and how far the attacked images are from the originals.
+
+    noise has several draws: top1 is their mean, and `right` has one text per draw.
+    """
+    hits, moved, stages = attack_images(run, m, images, name, settings)
     row = outcome(hits.mean(0), len(run.classes)) | summary_of_distances(moved)
     if name == "noise":
         row["right"] = [pack(hit[:, 0] > 0) for hit in hits]
     if name == "cw":
         fooled, radii = hits[0, :, 0] == 0, (0.25, 0.5, 1.0, 2.0)
         within = torch.stack([(fooled & (moved[:, 1] <= r)).sum() for r in radii])
-        row["top1_at_l2"] = dict(zip(radii, [100 - share for share in percent(within, n)]))
+        row["top1_at_l2"] = dict(zip(radii, [100 - share for share in percent(within, len(moved))]))
     if name.endswith("autoattack"):
-        row["stages"] = dict(zip(STAGES, percent(all_sum(stages).sum(1), n)))
+        row["stages"] = dict(zip(STAGES, percent(stages.sum(1), len(moved))))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
         if not adaptive.pap_steps(m.model, grey):         # the model has no RPC-Attention
@@ -1113,8 +1110,11 @@ def main():
     if args.table:
         return print_tables(args.table)
     run = start(args)
-    models, run = load_models(run)
-    run = LOAD[run.task](models, run)
+    models, source = load_models(run)
+    everything = [*models, source] if source else models
+    check_models_fit(args, everything)
+    run = choose_data(run, models[0])._replace(other=source)
+    run = LOAD[run.task](everything, run)
     todo = plan(run)
     if args.checks:
         return check_models(run, models, todo)
@@ -1146,16 +1146,20 @@ def main():
                     f.write(json.dumps(row) + "\n")
 
     if run.rank == 0:
-        own = [row for row in rows.values() if row["data"] == run.data]
-        path.with_name("table.md").write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
-        top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
-        print(f"\n{rows_table(own, SUMMARY + top5)}")
-        units = UNITS_LM if run.task == LM else UNITS
-        print(SUMMARY_NOTE.format(units, path.with_name("table.md")))
-        if args.per_class:
-            print("\n" + class_tables(rows.values(), path.parent))
+        print_summary(run, rows, path.with_name("table.md"))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def print_summary(run, rows, path):
+    """Write the whole table to `path`, and print the summary and the tables of --per_class."""
+    own = [row for row in rows.values() if row["data"] == run.data]
+    path.write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
+    top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
+    print(f"\n{rows_table(own, SUMMARY + top5)}")
+    print(SUMMARY_NOTE.format(UNITS_LM if run.task == LM else UNITS, path))
+    if run.args.per_class:
+        print("\n" + class_tables(rows.values(), path.parent))
 
 
 SUMMARY_NOTE = """\

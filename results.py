@@ -176,6 +176,18 @@ def worst_cases(rows):
                 top1=100 * right.double().mean().item())
 
 
+def settings_as_words(rows):
+    """Return the settings of each row, a list of "key=value", and {measure: shared settings}."""
+    words, shared = [], {}
+    for row in rows:
+        own = {k: in_words(v) for k, v in row["settings"].items()}
+        own |= {k: str(row[k]) for k in ("data_dir", "seed", "precision", "crop_pct")
+                if row.get(k) is not None}
+        words.append([f"{k}={v}" for k, v in own.items()])
+        shared[row["name"]] = [w for w in shared.get(row["name"], words[-1]) if w in words[-1]]
+    return words, shared
+
+
 def rows_table(rows, summary=()):
     """Return rows as a Markdown table: one line per number, one column per model.
 
@@ -194,13 +206,7 @@ def rows_table(rows, summary=()):
     else:
         rows = [*rows, *mean_rows(rows), *worst_cases(rows)]
 
-    words, shared, lines = [], {}, {}
-    for row in rows:
-        own = {k: in_words(v) for k, v in row["settings"].items()}
-        own |= {k: str(row[k]) for k in ("data_dir", "seed", "precision", "crop_pct")
-                if row.get(k) is not None}
-        words.append([f"{k}={v}" for k, v in own.items()])
-        shared[row["name"]] = [w for w in shared.get(row["name"], words[-1]) if w in words[-1]]
+    lines, (words, shared) = {}, settings_as_words(rows)
     for row, own in zip(rows, words):
         told = [w for w in own
                 if w not in shared[row["name"]] or w.partition("=")[0] in TOLD]

@@ -101,8 +101,8 @@ def test_paper_harness_accuracy_equals_reference_run(golden):
     for i, eps in enumerate(g["eps"].tolist()):
         adv = fgsm(model, z, predicted, eps, clip=False)
         assert (right(model, adv, labels) == g[f"official_fgsm/{i}/robust"]).sum() >= 199
-        adv = pgd(model, z, predicted, eps, clip=False)
-        assert abs(share(right(model, adv, labels)) - g[f"official_pgd/{i}/acc"].mean()) <= 0.015
+    adv = pgd(model, z, predicted, eps, clip=False)                     # the largest
+    assert abs(share(right(model, adv, labels)) - g[f"official_pgd/{i}/acc"].mean()) <= 0.015
     adv = sld(model, z, predicted, 10.0, rescale=True, clip=False)
     assert (right(model, adv, labels) == g["official_sld/robust"]).sum() >= 196
     draws = [noise(model, z, predicted, 0.3, clip=False, draw=d) for d in range(5)]
@@ -111,12 +111,12 @@ def test_paper_harness_accuracy_equals_reference_run(golden):
     clamped = share(right(model, z.clamp(0, 1), labels))
     assert abs(clamped - g["official_cw/clamp_only_acc"]) <= 0.005
     for confidence, key in ((0.03, "official_cw"), (10.0, "official_cw10")):
-        theirs = g[f"{key}/robust"][:20]
+        theirs = g[f"{key}/robust"][:10]
         n = len(theirs)
         adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3,
                  clip=False)
         assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 1
-    adv = spsa(net, images[:4], labels[:4], eps, centre="legacy")
+    adv = spsa(net, images[:4], labels[:4], eps, centre="legacy", pairs=64)
     assert abs(right(net, adv, labels[:4]).sum() - g["spsa_cleverhans/2/robust"][:4].sum()) <= 1
 
 
@@ -136,7 +136,7 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
 def test_cw_comes_as_near_as_foolbox(net):
     foolbox = pytest.importorskip("foolbox")
     model, images, labels = net
-    x, y = images[:10], labels[:10]
+    x, y = images[:6], labels[:6]
     attack = foolbox.attacks.L2CarliniWagnerAttack(5, 100, stepsize=0.01, initial_const=0.01)
     wrapped = foolbox.PyTorchModel(model, bounds=(0, 1), device="cpu")
     theirs, ours = attack(wrapped, x, y, epsilons=None)[0], cw(model, x, y, steps=100, lr=0.01)
@@ -252,23 +252,23 @@ def test_attacks_keep_their_budget(net, name):
 def test_result_depends_on_seed_and_image_alone(net, name):
     """Neither on the batch nor on its order, but for float noise of another batch size."""
     model, images, labels = net
-    x, y, attack = images[:20], labels[:20], ATTACKS[name]
+    x, y, attack = images[:10], labels[:10], ATTACKS[name]
     adv = attack(model, x, y, EPS)
     assert torch.equal(attack(model, x, y, EPS), adv)
-    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
     parts = [attack(model, x[i], y[i], EPS, **(dict(index=i) if name in RANDOM else {}))
-             for i in order.split(13)]
+             for i in order.split(7)]
     far = (torch.cat(parts) - adv[order]).abs()
     near = (far.amax((1, 2, 3)) < 1e-4).sum()
-    assert near >= 19 if name in CASCADE else share(far < 1e-4) > 0.999
+    assert near >= 9 if name in CASCADE else share(far < 1e-4) > 0.999
     if name in RANDOM:
         assert not torch.equal(attack(model, x, y, EPS, seed=1), adv)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_model_and_images_stay_as_they_are(name):
-    model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc")).eval()
-    images, labels = load_shapes("test", 6)[:2]
+    model = ViT(ViTConfig(32, 16, 10, 16, 1, 2, attn="rpc")).eval()
+    images, labels = load_shapes("test", 4)[:2]
     images = images.float() / 255
     before = [t.clone() for t in (*model.state_dict().values(), images, labels)]
     with torch.no_grad():
@@ -425,11 +425,10 @@ def test_false_robustness_is_an_error(change, message):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_attacks_accept_half_precision_logits(net, name, dtype):
+def test_attacks_accept_half_precision_logits(net, name):
     """Half precision comes from autocast or from half-precision weights."""
-    model, images, labels = net[0], net[1][:6], net[2][:6]
-    adv = ATTACKS[name](lambda x: model(x).to(dtype), images, labels, EPS)
+    model, images, labels = net[0], net[1][:4], net[2][:4]
+    adv = ATTACKS[name](lambda x: model(x).half(), images, labels, EPS)
     assert adv.dtype == torch.float32 and adv.isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         assert ATTACKS[name](model, images, labels, EPS).isfinite().all()

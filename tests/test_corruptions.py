@@ -121,8 +121,7 @@ def assert_same_statistics(z, reference, name, clean, n=12, **options):
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize("reference, clean", [("H", "clean224"), ("C", "clean32")])
 def test_random_corruptions_have_imagenet_c_statistics(z, name, reference, clean):
-    few = reference == "H" or name == "frost"
-    n = 12 if few else 50
+    n = 12 if reference == "H" or name == "frost" else 50
     assert_same_statistics(z, reference, name, from_golden(z[clean]), n=n, frost_dir=FROST)
 
 
@@ -132,8 +131,7 @@ def test_other_elastic_has_imagecorruptions_statistics(z, monkeypatch):
 
 
 @pytest.mark.parametrize("reference, clean, n", [("H", "clean224", 30), ("C", "clean32", 200)])
-def test_synthetic_frost_resembles_the_photographs(
-        z, reference, clean, n):
+def test_synthetic_frost_resembles_the_photographs(z, reference, clean, n):
     clean = from_golden(z[clean])
     for severity in range(1, 6):
         s = statistics(corrupt(clean.expand(n, -1, -1, -1), "frost", severity), clean).mean(0)
@@ -178,25 +176,22 @@ def test_severities_change_images_and_keep_shape(name):
     for size in (16, 16), (33, 47), (130, 128):
         images = scenes(2, *size)
         before = images.clone()
-        for severity in range(1, 6):
+        for severity in (1, 5):
             out = corrupt(images, name, severity)
             assert out.shape == images.shape and out.dtype == torch.uint8
-            assert torch.equal(images, before)
-            assert not torch.equal(out[0], images[0])
+            assert torch.equal(images, before) and not torch.equal(out[0], images[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_size_order_and_slices_change_nothing(name):
-    for images, severity in ((scenes(7, 224), 4), (scenes(300, 32), 2), (scenes(5, 47, 33), 5)):
+def test_batch_size_and_order_change_nothing(name):
+    for images, severity in ((scenes(3, 224), 4), (scenes(100, 32), 2), (scenes(5, 47, 33), 5)):
         n = len(images)
         index = torch.arange(n) * 7 + 3
         whole = corrupt(images, name, severity, seed=5, index=index)
-        parts = [corrupt(images[i:j], name, severity, seed=5, index=index[i:j])
-                 for i, j in ((0, 1), (1, 3), (3, n))]
-        assert torch.equal(whole, torch.cat(parts))
         order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-        other = corrupt(images[order], name, severity, seed=5, index=index[order].tolist())
-        assert torch.equal(whole[order], other)
+        parts = [corrupt(images[part], name, severity, seed=5, index=index[part].tolist())
+                 for part in order.split([1, n - 1])]
+        assert torch.equal(whole[order], torch.cat(parts))
 
 
 def test_threads_and_memory_layout_change_nothing():

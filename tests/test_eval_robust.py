@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import re
-import shutil
 from functools import partial
 
 import numpy as np
@@ -115,30 +114,26 @@ def test_evaluate_passes_named_arguments_and_right_images():
 
 
 def test_evaluate_rejects_train_mode_and_reserved_names():
-    """Also where the attack is another library's, which does not look."""
     model, images, labels = trained_network(4)
     for name, training, words in (("other", True, "train mode"), ("clean", False, "reserved")):
         with pytest.raises(ValueError, match=words):
             robust.evaluate(model.train(training), images, labels, {name: lambda model, x, y: x})
-    model.eval()
-
-
-@pytest.mark.parametrize("change", [torch.Tensor.int, lambda y: y[:, None], torch.Tensor.tolist])
-def test_evaluate_accepts_integer_labels(change):
-    model, images, labels = trained_network(8)
-    found = robust.evaluate(model, images, change(labels), {})
-    assert torch.equal(found["clean"], model(images).argmax(1) == labels)
 
 
 @pytest.mark.parametrize("change, words", [
+    (torch.Tensor.int, None), (lambda y: y[:, None], None), (torch.Tensor.tolist, None),
     (lambda y: torch.nn.functional.one_hot(y, 10), "labels.argmax"),
     (lambda y: y + 1, "labels - 1"), (lambda y: y - 20, "0 to 9"),
     (lambda y: y[:-1], "expected 8"), (torch.Tensor.float, "integer type")])
-def test_evaluate_rejects_other_labels(change, words):
+def test_evaluate_needs_integer_class_labels(change, words):
     model, images, labels = trained_network(8)
     labels[0] = 9
-    with pytest.raises(ValueError, match=words):
-        robust.evaluate(model, images, change(labels), {})
+    if words:
+        with pytest.raises(ValueError, match=words):
+            robust.evaluate(model, images, change(labels), {})
+    else:
+        found = robust.evaluate(model, images, change(labels), {})
+        assert torch.equal(found["clean"], model(images).argmax(1) == labels)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -185,8 +180,9 @@ def line_of(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
 
-QUICK = ("--measures", "clean", "noise", "fgsm", "pgd", "autoattack eps=2/255 queries=20",
-         "corruptions", "--limit", 11, "--eps", "0.4/255", "--severities", 2, 4)
+QUICK = ("--measures", "clean", "noise", "pgd steps=5", "corruptions",
+         "autoattack eps=2/255 steps=5 num_targets=1 queries=20", "--limit", 7, "--eps", "0.4/255",
+         "--severities", 4)
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +199,10 @@ def test_table_has_every_row_once(first_run):
     folder, _, printed = first_run
     found = (folder / "one" / "table.md").read_text()
     rows = list(read_rows(folder / "one").values())
-    assert len(rows) == 2 * 20 and all(row["commit"] and row["torch"] for row in rows)
-    assert "rpc 4iter/layer0, seed 0" in found and "softmax, seed 1" in found
-    mean = np.mean([row["top1"] for row in rows[:40:2] if row["name"] == "corruptions"])
+    assert len(rows) == 2 * 19 and all(row["commit"] and row["torch"] for row in rows)
+    mean = np.mean([row["top1"] for row in rows[::2] if row["name"] == "corruptions"])
     assert line_of(printed, "corruptions type=mean, top1")[0] == f"{mean:.2f}"
-    assert "top5" not in printed and len(printed.splitlines()) < 15
+    assert "top5" not in printed
     for name in (*(f"corruptions type={name}" for name in (*corruptions.NAMES, "mean")),
                  "pgd eps=0.4/255", "autoattack eps=2/255", "noise scale=0.068"):
         assert len(re.findall(rf"^\| {name}, top1 +\|", found, re.M)) == 1, name
@@ -215,13 +210,12 @@ def test_table_has_every_row_once(first_run):
 
 def test_two_processes_count_every_image_once(first_run):
     folder, models, _ = first_run
-    flags = ["corruptions type=fog,snow" if flag == "corruptions" else flag for flag in QUICK]
+    flags = ["corruptions type=fog" if flag == "corruptions" else flag for flag in QUICK]
     group(eval_robust.main, list(map(str, (*models, *flags, "--out_dir", folder / "two"))))
     alone, shared = read_rows(folder / "one"), read_rows(folder / "two")
-    assert len(shared) == 2 * 7
+    assert len(shared) == 2 * 5
     for key, two in shared.items():
-        one = alone[key]
-        assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
+        assert all(alone[key].get(k) == two.get(k) for k in ("top1", "top5", "right", "stages"))
 
 
 def test_second_run_adds_missing_rows(first_run):
@@ -231,7 +225,7 @@ def test_second_run_adds_missing_rows(first_run):
     cut.mkdir()
     (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])    # killed in a line
     run(*models, *QUICK, "--out_dir", cut)
-    assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))
+    assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))   # not again
     whole, added = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
                     for some in (folder / "one", cut))
     assert whole == added
@@ -253,11 +247,11 @@ def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
     rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2,
                    "--measures", "clean", "push eps=4/255 up=no times=1,0.5",
                    "push eps=4/255 by=step", "corruptions type=tint")
-    assert [(row["name"], row["settings"]) for row in rows] == [
-        ("clean", {}), ("push", dict(eps=4 / 255, up=False, times=1, by="eps")),
-        ("push", dict(eps=4 / 255, up=False, times=0.5, by="eps")),
-        ("push", dict(eps=4 / 255, up=True, times=2, by="step")),
-        ("corruptions", dict(type="tint", jpeg85=False, severities=[1, 2], frost="procedural"))]
+    assert [row["settings"] for row in rows] == [
+        {}, dict(eps=4 / 255, up=False, times=1, by="eps"),
+        dict(eps=4 / 255, up=False, times=0.5, by="eps"),
+        dict(eps=4 / 255, up=True, times=2, by="step"),
+        dict(type="tint", jpeg85=False, severities=[1, 2], frost="procedural")]
     moved = [row["max_linf"] for row in rows[1:4]]
     assert moved == pytest.approx([4 / 255, 2 / 255, 0.5])
     assert rows[-1]["top1"][0] == rows[0]["top1"] != rows[-1]["top1"][1]
@@ -356,17 +350,14 @@ def test_imagenet_a_and_o_use_their_classes(trees, tmp_path):
 
     few, = rows_of(tmp_path / "few", *how, *beside, "--limit", 3)
     assert (few["images"], few["inside"], few["chance"]) == (3, 3, 50)
-    for name, flag, word in (("odd", "imagenet_r", "n99"), ("none", "imagenet_a", "--imagenet_a")):
-        wrong = error(*how, f"--{flag}", folder / name, "--measures", flag, "--out_dir",
-                      tmp_path / "bad")
-        assert word in wrong and not (tmp_path / "bad").exists()
+    assert "n99" in error(*how, "--imagenet_r", folder / "odd", "--measures", "imagenet_r")
 
 
 def test_released_arrays_match_the_test_split(tmp_path):
     """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
     labels = np.arange(10000) % 7
     images = torch.empty(10000, 3, 2, 2, dtype=torch.uint8)
-    source = Split(images, torch.from_numpy(labels), list("abcdefg"))
+    source = Split(images, torch.from_numpy(labels), ["a"] * 7)
     np.save(tmp_path / "labels.npy", np.tile(labels, 2))
     pixels = np.repeat(np.concatenate([labels, 100 + labels]), 12).reshape(20000, 2, 2, 3)
     np.save(tmp_path / "fog.npy", pixels.astype(np.uint8))
@@ -377,20 +368,14 @@ def test_released_arrays_match_the_test_split(tmp_path):
         expected = source.labels + 100 * (severity - 1)
         assert torch.equal(split.images[:, 1, 0, 1].long(), expected)
     with pytest.raises(common.InputError, match="fog, severity 2 has other images than the test"):
-        eval_robust.released(run, "fog", 2, Split(images[:80], source.labels[:80], list("abcdefg")))
-
-    # Arrays of another kind are named.
+        eval_robust.released(run, "fog", 2, source._replace(labels=source.labels[:80]))
     good = pixels.astype(np.uint8)
-    for wrong in (good / 255, good.transpose(0, 3, 1, 2), good[:, :1], good.astype(str)):
+    for wrong in (good / 255, good.transpose(0, 3, 1, 2), good.astype(str), good[:-1]):
         np.save(tmp_path / "fog.npy", wrong)
-        with pytest.raises(common.InputError, match=r"fog.npy is .*, expected uint8 \(N, 2, 2, 3\)"):
+        with pytest.raises(common.InputError, match=r"fog.npy .* expected uint8 \(N, 2, 2, 3\)"):
             eval_robust.released(run, "fog", 1, source)
-    (tmp_path / "fog.npy").write_bytes(b"x" * 50)
-    with pytest.raises(common.InputError, match="fog.npy is no array of NumPy"):
-        eval_robust.released(run, "fog", 1, source)
-    np.save(tmp_path / "fog.npy", good)
     (tmp_path / "labels.npy").unlink()
-    with pytest.raises(common.InputError, match="labels.npy is no file"):
+    with pytest.raises(common.InputError, match="labels.npy.*cannot be read"):
         eval_robust.released(run, "fog", 1, source)
 
 
@@ -432,7 +417,6 @@ def test_models_with_shared_weights_have_own_columns(tmp_path):
 
 
 def test_row_files_give_one_table_per_dataset(tmp_path, capsys):
-    """A line that was cut short is ignored; another file is an error."""
     for i, data in enumerate(("shapes", "cifar10", "shapes")):
         row = attacked(f"m{i}", "pgd", 1 / 255, torch.arange(8) % 3 > 0, data=data)
         (tmp_path / f"{i}.jsonl").write_text(json.dumps(row) + '\n{"cut')
@@ -441,9 +425,8 @@ def test_row_files_give_one_table_per_dataset(tmp_path, capsys):
     shapes, cifar10 = capsys.readouterr().out.split("classification, cifar10")
     assert len(line_of(shapes, "pgd eps=1/255, top1")) == 2
     assert len(line_of(cifar10, "pgd eps=1/255, top1")) == 1
-    for line in ('{"corruption": "fog"}', "null", "3"):
-        (tmp_path / "0.jsonl").write_text(line + "\n")
-        assert "is not a row of this eval_robust.py" in refused(eval_robust, "--table", files)
+    (tmp_path / "0.jsonl").write_text('{"corruption": "fog"}\n')
+    assert "is not a row of this eval_robust.py" in refused(eval_robust, "--table", files)
 
 
 def test_key_has_every_identifying_field():
@@ -500,8 +483,8 @@ class NoFloat64(torch.overrides.TorchFunctionMode):
 
 def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m.pt")
-    how = ("--ckpt", tmp_path / "m.pt", "--limit", 6, "--eps", "2/255", "--measures", "clean",
-           "noise", "cw steps=2", "autoattack queries=5")
+    how = ("--ckpt", tmp_path / "m.pt", "--limit", 4, "--eps", "2/255", "--measures", "clean",
+           "noise", "cw steps=2", "autoattack steps=3 num_targets=1 queries=5")
     one = rows_of(tmp_path / "cpu", *how)
     monkeypatch.setattr(eval_robust, "widest", lambda device: torch.float32)
     with NoFloat64():
@@ -556,23 +539,15 @@ def test_paper_preset_clips_square_alone(small, monkeypatch, text, inside):
 
 def test_noise_reports_largest_move_of_draws(small, monkeypatch):
     m, source, index = small[0], small[1], small[2][:6]
-    def unclipped(model, images, labels, scale, *, kind, draw, seed, index):
-        return attacks.noise(model, images, labels, scale, kind=kind, draw=draw, clip=False,
-                             seed=seed, index=index)
-
-    monkeypatch.setitem(eval_robust.ATTACKS, "noise", unclipped)
-    setting = dict(scale=0.05, kind="gaussian", draws=3)
-    source = source._replace(images=source.images // 4)                 # dark: leads below 0
-    x, y = source.images[index].float() / 255, source.labels[index]
-    draws = [attacks.noise(m.model, x, y, 0.05, kind="gaussian", draw=i, clip=False, index=index)
-             for i in range(3)]
-    moves = (torch.stack(draws) - x).flatten(2)                         # (3, 6, D)
-    row = row_of(m, "noise", setting, source, index)
-    assert row["max_linf"] == pytest.approx(moves.abs().max().item())
-    assert row["mean_l2"] == pytest.approx(moves.norm(dim=2).amax(0).mean().item())
-    assert row["max_l1"] == pytest.approx(moves.abs().sum(2).max().item())
-    lowest = (x.flatten(1) + moves).min().item()
-    assert row["outside"] == pytest.approx(-lowest) and lowest < 0
+    draws = torch.randn(3, 6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setitem(eval_robust.ATTACKS, "noise", lambda model, images, labels, *, draw, index:
+                        images + draws[draw, :len(images)])
+    x = source.images[index].float() / 255
+    row = row_of(m, "noise", dict(draws=3), source, index, batch_size=6)
+    assert row["max_linf"] == pytest.approx(draws.abs().max().item(), rel=1e-5)
+    assert row["mean_l2"] == pytest.approx(draws.flatten(2).norm(dim=2).amax(0).mean().item())
+    assert row["max_l1"] == pytest.approx(draws.flatten(2).abs().sum(2).max().item())
+    assert row["outside"] == pytest.approx(max((x + draws).max() - 1, -(x + draws).min()).item())
     shares = [unpack(text, 6).double().mean().item() for text in row["right"]]
     assert len(shares) == 3 and row["top1"] == pytest.approx(100 * sum(shares) / 3, abs=1e-3)
 
@@ -713,8 +688,7 @@ def test_rows_with_different_keys_have_own_lines():
 
 # --- the command ---------------------------------------------------------------------------------
 
-def test_rows_lie_in_first_run_checks_write_nothing(
-        tmp_path, monkeypatch):
+def test_rows_lie_in_first_run_checks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
     run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # a file of no run: under out/
@@ -729,26 +703,17 @@ def test_rows_lie_in_first_run_checks_write_nothing(
     assert {p: p.read_bytes() for p in tmp_path.rglob("*.*")} == before
 
 
-def test_retrained_source_is_measured_again(
-        tmp_path, monkeypatch):
+def test_retrained_source_is_measured_again(tmp_path):
     make_checkpoint(tmp_path / "m.pt")
-    made_on = []
-    for name in ("fgsm", "transfer"):
-        def spy(model, images, labels, eps, *, steps=1, name=name):
-            made_on.append((name, checkpoints.weights_checksum(model)))
-            return attacks.fgsm(model, images, labels, eps)
-        monkeypatch.setitem(eval_robust.ATTACKS, name, spy)
-    weights = {}
-    for seed in (1, 2):
-        model = make_checkpoint(tmp_path / f"{seed}.pt", seed=seed)
-        weights[seed] = checkpoints.weights_checksum(model)
-    for seed, n in ((1, 2), (1, 2), (2, 3)):
-        shutil.copy(tmp_path / f"{seed}.pt", tmp_path / "s.pt")
-        rows = rows_of(tmp_path / "r", "--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt",
-                       "--eps", "4/255", "--measures", "fgsm", "transfer steps=1", "--limit", 8)
-        assert len(rows) == n and made_on[-1] == ("transfer", weights[seed])
-        assert rows[-1]["settings"]["source"] == weights[seed]
-    assert made_on[0] == ("fgsm", rows[0]["weights"])
+    how = ("--ckpt", tmp_path / "m.pt", "--source", tmp_path / "s.pt", "--eps", "4/255",
+           "--measures", "pgd steps=1", "transfer steps=1", "--limit", 8)
+    for seed, n in ((0, 2), (0, 2), (2, 3)):              # seed 0: the source is the model itself
+        source = make_checkpoint(tmp_path / "s.pt", seed=seed)
+        rows = rows_of(tmp_path / "r", *how)
+        assert len(rows) == n
+        assert rows[-1]["settings"]["source"] == checkpoints.weights_checksum(source)
+    pgd, same, other = rows
+    assert pgd["right"] == same["right"] and pgd["top1"] < other["top1"]
 
 
 @pytest.fixture(scope="module")
@@ -757,8 +722,6 @@ def odd(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "large.pt", image_size=64)
-    make_checkpoint(folder / "other.pt", [f"c{i}" for i in range(10)])
-    common.save(folder / "chess.pt", dict(task="chess", model=dict(w=torch.zeros(1))))
     for i, c in enumerate(["n0", "n1"]):
         (folder / "photos" / "val" / c).mkdir(parents=True)
         write_png(load_shapes("test", 2).images[i], str(folder / "photos" / "val" / c / "0.png"))
@@ -769,7 +732,7 @@ def test_data_dir_is_one_row_however_typed(odd, tmp_path, monkeypatch):
     monkeypatch.chdir(odd)
     (odd / "two.py").write_text("import torch\nbuild = lambda: torch.nn.Sequential("
                                 "torch.nn.Flatten(), torch.nn.Linear(3072, 2))\n")
-    for path in ("photos", "./photos/", odd / "photos", "photos/val/.."):
+    for path in ("photos", odd / "photos/val/.."):
         found = rows_of(tmp_path, "--model", "two.py", "--image_size", 32, "--data", "imagenet",
                         "--data_dir", path, "--measures", "clean")
         assert [row["data_dir"] for row in found] == [str(odd / "photos")]
@@ -780,34 +743,22 @@ BAD = {
     "--measures fgms": "expected one of clean",
     "--measures|pgd step=3": "expected one of eps, steps, alpha",
     "--measures|pgd steps=0": "steps=0",
-    "--measures|pgd steps=2.5": "steps=2.5: expected a whole number",
     "--measures|noise scale=nan": "scale=nan: expected a number",
     "--measures|pgd eps=1/255 eps=2/255": "eps occurs twice; separate several values by commas",
     "--data_dir photos": "--data_dir photos: --data shapes renders its own images",
-    "--measures|pgd steps=two": "steps=two: expected a whole number",
-    "--measures|pgd eps=two": "eps=two: expected a number",
     "--measures|pgd random_start=no restarts=3": "restarts are equal",
-    "--measures|pgd random_start=maybe": "yes or no",
     "--measures|noise kind=pink": "uniform or gaussian",
     "--measures|corruptions type=fogg": "--measures corruptions: type='fogg', expected one of",
     "--measures|fgsm eps=2/255,8": "did you mean 8/255",
-    "--eps 8": "did you mean 8/255",
     "--measures transfer": "needs --source",
-    "--measures imagenet_a": "needs --imagenet_a",
     "--data imagenet": "needs --data_dir",
     "--measures|corruptions type=frost|--frost_dir|nowhere": "nowhere",
     "--corrupted_dir nowhere --measures corruptions": "nowhere",
     "--source large.pt": "size: 32 and 64",
-    "--source other.pt": "models differ in classes",
-    "--source chess.pt": "--source chess.pt: its task is chess",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
     "--weights ema": "--ckpt a.pt: it has no ema weights",
-    "--device nothing": "argument --device: nothing",
-    "--image_size 64": "applies to checkpoints of other projects and models of --model",
     "--normalize half": "--normalize applies to checkpoints of other projects",
-    "--window 16": "--window applies to segmentation",
     "--data_dir|": "--data_dir has an empty value",
-    "--measures|": "--measures has an empty value",
     "--crop_pct 1": "--crop_pct applies to --data imagenet",
 }
 

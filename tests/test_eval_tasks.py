@@ -89,7 +89,7 @@ def segmented(tmp_path_factory):
 
 
 def test_segmenter_rows_equal_plain_loop(segmented):
-    _, models, rows = segmented
+    folder, models, rows = segmented
     index = epoch_order(10, 0, 4)[:3]
     how = dict(window=16, stride=8, scales=[1, 1.5], flip=True)
     assert [(row["name"], row["settings"]) for row in rows[::2]] == [("clean", how), *(
@@ -109,16 +109,9 @@ def test_segmenter_rows_equal_plain_loop(segmented):
             assert found == pytest.approx(hand, abs=1e-3)
     assert len({row["mean_iou"] for row in rows[:2]}) == 2
     assert len(rows[0]["iou"]) == 11 and [len(iou) for iou in rows[2]["iou"]] == [11, 11]
-
-
-def test_segmenter_table_shows_means(segmented):
-    folder, _, rows = segmented
-    found = (folder / "r" / "table.md").read_text()
-    for line, field, some in (("clean, pixel_accuracy", "pixel_accuracy", rows[:2]),
-                              ("corruptions type=fog, mean_iou", "mean_iou", rows[2:4])):
-        values = [row[field] for row in some]
-        assert line_of(found, line) == [f"{np.mean(value):.2f}" for value in values]
-    assert "type=mean" not in found                       # two of 15 types
+    means = [f"{np.mean(row['mean_iou']):.2f}" for row in rows[2:4]]
+    table = (folder / "r" / "table.md").read_text()
+    assert line_of(table, "corruptions type=fog, mean_iou") == means
 
 
 def test_two_processes_segment_every_image_once(segmented):
@@ -200,21 +193,6 @@ def test_perplexities_equal_plain_loop(texts):
         assert all(math.isfinite(row[name]) for name in expected)
 
 
-def test_best_weights_are_scored_once(texts, tmp_path):
-    folder, _, rows = texts
-    (tmp_path / "best.pt").write_bytes((folder / "lm.pt").read_bytes())
-    (tmp_path / "last.pt").write_bytes((folder / "other.pt").read_bytes())
-    flags = ("--ckpt", tmp_path, "--stride", 3, "--window", 6, "--limit", 100)
-    found = rows_of(tmp_path / "r", *flags, "--seed", 5)
-    assert [row["sliding"] for row in found] == [rows[0]["sliding"], rows[2]["sliding"]]
-    again = rows_of(tmp_path / "r", *flags, "--seed", 5)
-    assert again == found
-    other = rows_of(tmp_path / "r", *flags, "--seed", 6)
-    assert other[:2] == found and len(other) == 4
-    assert other[2]["sliding"] == found[0]["sliding"]
-    assert other[2]["attacked"] != found[0]["attacked"]   # other words
-
-
 def test_other_text_keeps_its_rare_words(texts, tmp_path):
     """Words are looked up in the checkpoint's vocabulary; the whole text is scored."""
     folder, (model, _), _ = texts
@@ -235,13 +213,10 @@ def test_other_text_keeps_its_rare_words(texts, tmp_path):
 
 
 @pytest.mark.parametrize("ckpt, flags, words", [
-    ("lm.pt", ["--measures", "pgd"], "expected one of perplexity"),
     ("lm.pt", ["--window", "9"], "more than the context of 8 tokens"),
     ("lm.pt", ["--window", "4", "--stride", "5"], "--stride 5 is more than --window 4"),
     ("seg.pt", ["--per_class"], "--per_class applies to classification"),
-    ("lm.pt", ["--checks"], "--checks applies to classification"),
     ("lm.pt", ["--preset", "paper"], "--preset applies to classification"),
-    ("lm.pt", ["--severities", "2"], "--severities applies to"),
     ("seg.pt", ["--data", "camvid"], "needs --data_dir"),
     ("seg.pt lm.pt", [], "differ in task: segmentation and language modelling"),
     ("lm.pt words.pt", [], "perplexities cannot be compared"),
@@ -258,8 +233,7 @@ def test_flags_of_other_tasks_are_one_line(texts, monkeypatch, ckpt, flags, word
 
 # --- own photos -------------------------------------------------------------------------
 
-def test_own_photos_use_held_out_images(
-        tmp_path):
+def test_own_photos_use_held_out_images(tmp_path):
     for i, image in enumerate(load_shapes("test", 40).images):
         for folder in ("photos", "photos2"):
             (tmp_path / folder / f"c{i % 4}").mkdir(parents=True, exist_ok=True)
@@ -270,6 +244,7 @@ def test_own_photos_use_held_out_images(
     how = "--ckpt", tmp_path / "m.pt", "--measures", "clean"
     row, = rows_of(tmp_path / "r", *how)
     assert row["images"] == 4 and row["data_dir"] == str(tmp_path / "photos")
+    assert "top5" not in row                              # four classes
     _, row = rows_of(tmp_path / "r", *how, "--data_dir", tmp_path / "photos2")
     _, photos = find_photos(tmp_path / "photos2")
     all_of_it = decode_all(photos["all"], classes, 32)

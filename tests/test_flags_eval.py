@@ -1,21 +1,16 @@
-"""Rows under flags that are not the default equal plain loops; the batch size changes none."""
-
-import json
-import shlex
-import sys
+"""Rows under flags that are not the default equal plain loops over batches of another size."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import common
-import eval_robust
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from eval_robust import Normalized
 from results import unpack
 from robust import attacks, corruptions
-from test_eval_robust import make_checkpoint
+from test_eval_robust import make_checkpoint, rows_of
 from vit import ViT, ViTConfig
 
 
@@ -25,14 +20,6 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flags")
     make_checkpoint(folder / "a.pt", patch_size=16, flags=dict(num_images=1000))
     return folder
-
-
-def run(monkeypatch, place, flags, out):
-    """The rows of main() with these flags, in the folder."""
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(sys, "argv", ["eval_robust.py", *shlex.split(flags), "--out_dir", str(out)])
-    eval_robust.main()
-    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
 def by_hand(place, eps, paper):
@@ -78,17 +65,17 @@ def by_hand(place, eps, paper):
 
 
 @pytest.mark.parametrize("preset, k, largest", [("default", 0.4, 1), ("paper", 3, 0.229)])
-def test_rows_equal_plain_loops_under_other_flags(
-        place, tmp_path, monkeypatch, preset, k, largest):
+def test_rows_equal_plain_loops_under_other_flags(place, tmp_path, preset, k, largest):
     """Budget: k/255; largest: of the channels' stds, which are the pixels of a normalised unit.
 
     An image on the boundary may fall on either side: the loops' rounding is that of other batches.
     """
-    flags = f"""--ckpt a.pt --preset {preset} --measures clean 'corruptions type=fog jpeg85=yes'
-        'noise scale=0.4 kind=gaussian draws=2 best_of=2' fgsm
-        'pgd steps=4 rel_step=0.4 random_start=no'
-        --eps {k}/255 --limit 20 --seed 3 --batch_size 6 --severities 2 5"""
-    rows = {row["name"]: row for row in run(monkeypatch, place, flags, tmp_path)}
+    found = rows_of(
+        tmp_path, "--ckpt", place / "a.pt", "--preset", preset, "--eps", f"{k}/255", "--limit", 20,
+        "--seed", 3, "--batch_size", 6, "--severities", 2, 5, "--measures", "clean",
+        "corruptions type=fog jpeg85=yes", "noise scale=0.4 kind=gaussian draws=2 best_of=2",
+        "fgsm", "pgd steps=4 rel_step=0.4 random_start=no")
+    rows = {row["name"]: row for row in found}
     hand = by_hand(place, k / 255, preset == "paper")
     assert 0 < hand["pgd"][:, 0].sum() < hand["clean"][:, 0].sum() < 20      # not by chance
     names = dict(clean=["clean"], corruptions=["fog 2", "fog 5"], noise=["noise 0", "noise 1"],
@@ -108,16 +95,3 @@ def test_rows_equal_plain_loops_under_other_flags(
     assert (rows["pgd"]["outside"] > 0) == (preset == "paper")
 
 
-def test_batch_size_makes_no_other_row(place, tmp_path, monkeypatch):
-    seen, forward = [], eval_robust.robust.forward
-
-    def look(model, x, batch_size):
-        seen.append((batch_size, len(x)))
-        return forward(model, x, batch_size)
-
-    monkeypatch.setattr(eval_robust, "count_classes", lambda m, device: 10)
-    monkeypatch.setattr(eval_robust.robust, "forward", look)
-    how = "--ckpt a.pt --limit 8 --measures clean --device cpu"
-    for more, expected in (("--batch_size 3", [(3, 3), (3, 3), (3, 2)]), ("", [])):
-        seen.clear()
-        assert len(run(monkeypatch, place, f"{how} {more}", tmp_path)) == 1 and seen == expected

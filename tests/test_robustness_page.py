@@ -20,7 +20,6 @@ from test_eval_robust import make_checkpoint
 PAGE = (ROOT / "docs" / "robustness.md").read_text()
 COMMANDS = [line for line in re.search(r"```sh\n(.*?)```", PAGE, re.S)[1]
             .replace("\\\n", " ").splitlines() if not line.startswith("#")]
-SMALL = "--limit 4 --device cpu --num_workers 0 --seed 2".split()
 MAINS = {"eval_robust.py": eval_robust.main, "corrupt_folder.py": corrupt_folder.main}
 
 
@@ -44,18 +43,26 @@ def place(tmp_path_factory):
     return folder
 
 
+def smaller(command):
+    """Return the flags of a command at a scale of seconds: few images, steps and queries."""
+    command = command.replace("steps=20,40,100 restarts=5", "steps=2,3 restarts=2")
+    command = command.replace('"autoattack', '"autoattack steps=2 num_targets=1 queries=5')
+    _, script, *flags = shlex.split(command)
+    if script != "eval_robust.py" or "--table" in flags:
+        return script, flags
+    if "pydoc" in command and "--data_dir" not in command:
+        flags += ["--data_dir", "book.txt"]               # Python's documentation takes seconds
+    if "pydoc" not in command and "--measures" not in flags:
+        flags += ["--measures", "clean"]
+    limit = 80 if "pydoc" in command else 4
+    return script, [*flags, "--limit", limit, "--device", "cpu", "--num_workers", 0, "--seed", 2]
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_commands_run(place, monkeypatch, capsys, command):
     monkeypatch.chdir(place)
     monkeypatch.setattr(checks, "run_checks", lambda *given: print("| checks of |", given[3]))
-    _, script, *flags = shlex.split(command)
-    if script == "eval_robust.py" and "--table" not in flags:
-        flags += SMALL
-        if "pydoc" in command:
-            flags += ["--limit", "80"]
-        elif "--measures" not in flags:                   # the default takes minutes
-            flags += ["--measures", "clean"]
-        flags = [word.replace("autoattack", "autoattack queries=5") for word in flags]
+    script, flags = smaller(command)
     call(MAINS[script], flags)
     assert "| " in capsys.readouterr().out or script == "corrupt_folder.py"
 
