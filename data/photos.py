@@ -86,10 +86,10 @@ def load_photos(root, part, size, keep_best=False):
     if not len(found.labels) or part == "train" and missing:
         inner = "train" if part in ("train", "val") else "val"
         folder = Path(root, inner) if val_folder else root
-        purpose = {"train": "to train on", "val": "to choose best.pt by"}.get(part, "to evaluate on")
+        purposes = {"train": "to train on", "val": "to choose best.pt by"}
         raise InputError(f"--data_dir {printable(root)}: there is no image of class "
                          f"{classes[min(missing)]} in {printable(folder)} that can be read, "
-                         f"{purpose}")
+                         f"{purposes.get(part, 'to evaluate on')}")
     if part == "all":
         print_once(f"{printable(root)}: the network was not trained on this folder, so all "
                    f"{len(found.labels)} images are evaluated" + " (val/)" * val_folder)
