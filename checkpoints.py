@@ -222,7 +222,7 @@ def flags_for(checkpoint, sizes):
     """
     if "task" in checkpoint:                                            # written by our trainers
         config = checkpoint["model_config"]
-        if checkpoint["task"] != "classification" or architecture(checkpoint) != "vit":
+        if checkpoint["task"] != CLS or architecture(checkpoint) != "vit":
             return {}
     else:
         try:
@@ -230,10 +230,9 @@ def flags_for(checkpoint, sizes):
         except InputError:                          # load_weights raises the same error later
             return {}
         config["image_size"] = trained_size(find_weights(checkpoint))
-    models = [name for name, size in sizes.items()
-              if all(size[key] == config[key] for key in ("embed_dim", "depth"))]
-    return dict({"model": name for name in models}, patch_size=config["patch_size"],
-                image_size=config["image_size"])
+    models = {"model": name for name, size in sizes.items()
+              if all(size[key] == config[key] for key in ("embed_dim", "depth"))}
+    return dict(models, patch_size=config["patch_size"], image_size=config["image_size"])
 
 
 # --- models to evaluate ---------------------------------------------------------------------------
@@ -332,8 +331,7 @@ def load_foreign(checkpoint, path, device, given, weights, foreign):
     for note in notes:
         print0(f"{given}: {note}")
     model = model.to(device).requires_grad_(False)
-    about = describe_model(model, ViTConfig(), path) | settings | dict(assumed=notes)
-    about["weights"] = weights_checksum(model)
+    about = settings | describe_model(model, ViTConfig(), path) | dict(assumed=notes)
     average = ", ema" * (settings["weights"] == "ema")
     about["model"] = f"{Path(str(path)).stem}, {about['kind']}{average}"
     return Loaded(model, CLS, about, given, model.config.image_size, "foreign")
@@ -368,16 +366,13 @@ class Built(torch.nn.Module):
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def load_built(text, device, size):
-    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels per side."""
-    path, _, name = text.partition(":")
-    given, name, path = f"--model {text}", name or "build", Path(path)
-    if not path.is_file():
-        raise InputError(f"{given}: {path} is not a file, expected FILE.py:FUNCTION")
-    code, folder = checksum(path.read_bytes()), str(path.resolve().parent)
+def import_file(path):
+    """Import a user's Python file, a Path; return the module.
 
-    # The file's folder becomes a package, so that relative imports work, and joins sys.path, so
-    # that `import sibling` works. Dataclasses look their module up in sys.modules.
+    The file's folder becomes a package, so that relative imports work, and joins sys.path, so that
+    `import sibling` works. Dataclasses look their module up in sys.modules.
+    """
+    folder = str(path.resolve().parent)
     package = types.ModuleType(f"user_model_{checksum(folder.encode())}")
     package.__path__ = [folder]
     sys.modules[package.__name__] = package
@@ -387,9 +382,18 @@ def load_built(text, device, size):
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def load_built(text, device, size):
+    """Call the function that --model FILE.py:NAME names: a `Loaded`. size: pixels per side."""
+    path, _, name = text.partition(":")
+    given, name, path = f"--model {text}", name or "build", Path(path)
+    if not path.is_file():
+        raise InputError(f"{given}: {path} is not a file, expected FILE.py:FUNCTION")
+    code, module = checksum(path.read_bytes()), import_file(path)
     if not hasattr(module, name):
         raise InputError(f"{given}: {path} has no function {name}")
-
     build = getattr(module, name)
     if isinstance(build, torch.nn.Module) or not callable(build):
         raise InputError(f"{given}: {name} is a {type(build).__name__}, expected a function "

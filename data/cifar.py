@@ -6,7 +6,8 @@ import torch
 
 from common import InputError
 from data.batches import Split, progress
-from data.decode import printable, read_image, scan_folders
+from data.decode import printable, read_image
+from data.folders import scan_folders
 
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
                    "truck"]
@@ -30,7 +31,7 @@ def load_cifar10(data_dir, split, download=False):
         return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
 
     folders = [Path(data_dir, name) for name in dict(train=["train"], test=["test", "val"])[split]]
-    found = next((scan_folders(folder) for folder in folders if folder.is_dir()), {})
+    found = next(filter(None, map(scan_folders, folders)), {})
     if sorted(found) != CIFAR10_CLASSES:
         expected = " or ".join(f"{folder.name}/<class>/*" for folder in folders)
         tars = "; unpack the .tar files there with tar -xf" * any(Path(data_dir).glob("*.tar"))

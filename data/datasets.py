@@ -12,7 +12,7 @@ import torch
 
 from common import InputError, print0
 from data.batches import Split, hold_out
-from data.decode import same_folder
+from data.folders import same_folder
 from data.shapes import load_shapes
 
 

@@ -1,16 +1,15 @@
-"""Functions that list image files, split them by name, and decode them."""
+"""Read image files and decode them; a broken file is an error that names the file."""
 
 import io
 import os
 import warnings
 import zlib
 from contextlib import contextmanager, suppress
-from functools import cache
 
 import numpy as np
 import torch
 
-from common import InputError, print0
+from common import InputError
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -21,14 +20,6 @@ def printable(path):
     """Return a path as UTF-8 text. A byte that is not UTF-8 becomes text such as \\xe9."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
-
-@cache
-def print_once(line):
-    """Print a line on rank 0, but every line only once per process."""
-    print0(line)
-
-
-# --- decoding -------------------------------------------------------------------------------------
 
 def read_bytes(path):
     """Read a whole file, (n,) uint8."""
@@ -113,77 +104,3 @@ def decode(data, path):
 def read_image(path):
     """Read an image file: (3, H, W) uint8."""
     return decode(read_bytes(path), path)
-
-
-def short_side(path):
-    """Read the short side of an image file in pixels from its header."""
-    data = read_bytes(path).tobytes()
-    with decoding(path):
-        return min(open_image(data).size)
-
-
-# --- listing and splitting ------------------------------------------------------------------------
-
-def same_folder(one, other):
-    """Return True if two paths lead to the same folder. A path can be None."""
-    return bool(one and other) and os.path.realpath(one) == os.path.realpath(other)
-
-
-def is_folder(entry):
-    """Return True if an entry of os.scandir is a folder; False for a link that leads to itself."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
-def scan_folders(root):
-    """List root/<class>/<image>: {class name: paths of its images, sorted}.
-
-    Hidden files and folders are left out. So are folders without an image directly inside, and
-    files that are not images; printed lines name some of these. Class names are `printable`.
-    """
-    images, empty, others = {}, [], []
-    for name in sorted(entry.name for entry in os.scandir(root) if is_folder(entry)):
-        if name.startswith("."):
-            continue
-        entries = [e for e in os.scandir(os.path.join(root, name)) if e.name[0] != "."]
-        files = sorted(entry.name for entry in entries)
-        images_inside = {entry.name for entry in entries
-                         if entry.name.lower().endswith(IMAGE_EXTENSIONS) and not is_folder(entry)}
-        found = [os.path.join(root, name, f) for f in files if f in images_inside]
-        if found:
-            images[printable(name)] = found
-            others += [os.path.join(name, f) for f in files if f not in images_inside]
-        else:
-            empty.append(f"{name} (it contains {', '.join(files[:2]) or 'nothing'}"
-                         f"{', ...' if len(files) > 2 else ''})")
-    expected = f"{', '.join(IMAGE_EXTENSIONS[:-1])} or {IMAGE_EXTENSIONS[-1]}"
-    if empty:
-        print_once(printable(f"{root}: left out, because no {expected} file is directly inside: "
-                             f"{', '.join(empty[:5])} ({len(empty)} in all)"))
-    if others:
-        print_once(printable(f"{root}: left out of class folders, because they are no {expected} "
-                             f"files: {', '.join(others[:5])} ({len(others)} in all)"))
-    return images
-
-
-def name_hash(path, root=""):
-    """Hash a file's name below `root`, for splits that depend on names only."""
-    return zlib.crc32(os.fsencode(os.path.relpath(path, root) if root else path))
-
-
-def hold_out_by_name(paths, root="", test=True, val=True):
-    """Choose held-out files: sets (val, test), about a tenth of the paths each.
-
-    paths: files, of one class if there are classes. test, val: False for an empty set. A hash of
-    the names below `root` orders the files. test is the beginning of this order and val is its end,
-    so adding or removing a file moves at most one other file into or out of each set.
-    A set has at least one file, but one file always remains to train on. So two files give one
-    held-out file (test, unless test=False), and one file gives none.
-    """
-    order = sorted(paths, key=lambda path: name_hash(path, root))
-    tenth = max(round(len(order) / 10), 1)
-    n_test = min(tenth, len(order) - 1) if test else 0
-    n_val = min(tenth, len(order) - 1 - n_test) if val else 0
-    return {*order[len(order) - max(n_val, 0):]}, {*order[:max(n_test, 0)]}

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.decode import read_image, scan_folders
+from data.decode import read_image
+from data.folders import scan_folders
 from data.rng import RANDOM_CROP, uniform
 
 
@@ -55,7 +56,7 @@ class ImageTree(Dataset):
         self.folder = os.path.join(str(root), split)
         self.size, self.train, self.seed = size, train, seed
         self.resize, self.resample = math.floor(size / crop_pct), resample
-        files = scan_folders(self.folder) if os.path.isdir(self.folder) else {}
+        files = scan_folders(self.folder)
         if not files:
             raise InputError(f"--data_dir {root}: there are no images in {self.folder}/<class>/")
         self.classes = list(files) if classes is None else list(classes)

@@ -6,7 +6,6 @@
 
 import math
 import os
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,9 @@ from torch.utils.data import Dataset
 
 from common import InputError, print0
 from data.batches import progress
-from data.decode import (IMAGE_EXTENSIONS, decoding, hold_out_by_name, open_image, print_once,
-                         printable, read_bytes, read_image, turn_upright)
+from data.decode import (IMAGE_EXTENSIONS, decoding, open_image, printable, read_bytes, read_image,
+                         turn_upright)
+from data.folders import divide, fill_flags, list_files, median_side, print_left_out
 
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
                   "pedestrian", "bicyclist"]
@@ -62,7 +62,7 @@ def read_annotation(path):
 def check_same_colours(path, colours, known):
     """Raise InputError if a value has one colour in `path` and another colour in an earlier file.
 
-    colours: {value: colour} of path. known: {value: (colour, path)}; new values are added to it.
+    colours: {value: colour} of path. known: {value: (colour, earlier path)}; new values are added.
     """
     for value, colour in colours.items():
         first, other = known.setdefault(value, (colour, path))
@@ -108,7 +108,7 @@ class SegTree(Dataset):
     """
 
     def __init__(self, files, classes, values, ignore):
-        self.files, self.classes = files, list(classes)
+        self.files, self.classes, self.known_colours = files, list(classes), {}
         self.values, self.ignore = list(values), list(ignore)
         self.label_of = torch.full((256,), 254, dtype=torch.uint8)          # 254: unknown
         self.label_of[self.ignore] = 255
@@ -117,17 +117,10 @@ class SegTree(Dataset):
     def __len__(self):
         return len(self.files)
 
-    @cached_property
-    def first_colours(self):
-        """Return {value: (colour, path)} of the first file; all files must have these colours."""
-        path = self.files[0][1]
-        return {value: (colour, path) for value, colour in read_annotation(path)[1].items()}
-
     def __getitem__(self, i):
         image_path, path = self.files[i]
         image, (values, colours) = read_image(image_path), read_annotation(path)
-        if colours:
-            check_same_colours(path, colours, dict(self.first_colours))
+        check_same_colours(path, colours, self.known_colours)
         if values.shape != image.shape[1:]:
             (h, w), (H, W) = values.shape, image.shape[1:]
             raise InputError(f"{printable(path)} has {w} x {h} pixels, but its image has {W} x {H}")
@@ -144,42 +137,30 @@ class SegTree(Dataset):
 def pairs(root, split=""):
     """List {stem: (image path, annotation path)} of root/images/<split>, root/annotations/<split>.
 
-    Hidden files are left out. So are files without a partner, and files with another ending;
-    printed lines name some of these.
+    Files without a partner, files with another ending and hidden files are left out; printed lines
+    name some of these.
     """
-    def files(part, endings):
-        folder, found, others = Path(root, part, split), {}, []
-        entries = os.scandir(folder) if folder.is_dir() else []
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            stem, ending = os.path.splitext(entry.name)
-            if entry.name.startswith("."):
-                continue
-            if ending.lower() not in endings or entry.is_dir():
-                others.append(entry.name)
-            elif stem in found:
-                raise InputError(f"{printable(found[stem])} and {printable(entry.name)} have the "
-                                 f"same name before the ending: rename or delete one of them")
-            else:
-                found[stem] = entry.path
-        if others:
-            print_once(printable(f"{folder}: left out, because the name does not end in "
-                                 f"{' or '.join(endings)}: {', '.join(others[:3])} "
-                                 f"({len(others)} in all)"))
-        return found
-    images, labels = files("images", IMAGE_EXTENSIONS), files("annotations", (".png",))
-    both = {stem: (images[stem], labels[stem]) for stem in images if stem in labels}
-    alone = sorted(images.keys() ^ labels.keys())
-    if not both:
-        first = f": {printable(alone[0])}.* has no partner, for example" if alone else ""
+    found = {}
+    for part, endings in (("images", IMAGE_EXTENSIONS), ("annotations", (".png",))):
+        folder, found[part] = os.path.join(root, part, split), {}
+        names, others = list_files(folder, endings)
+        print_left_out(folder, others, f"the name does not end in {' or '.join(endings)}")
+        for name in names:
+            path, stem = os.path.join(folder, name), os.path.splitext(name)[0]
+            first = found[part].setdefault(stem, path)
+            if first != path:
+                raise InputError(f"{printable(first)} and {printable(name)} have the same name "
+                                 f"before the ending: rename or delete one of them")
+    images, labels = found.values()
+    alone = [f"{stem}.*" for stem in sorted(images.keys() ^ labels.keys())]
+    if images.keys().isdisjoint(labels):
+        example = f"; {printable(alone[0])} has no partner" if alone else ""
         raise InputError(f"--data_dir {printable(root)}: {len(images)} images in "
                          f"{printable(Path(root, 'images', split))} and {len(labels)} .png files "
                          f"in {printable(Path(root, 'annotations', split))}, but no two with the "
-                         f"same name{first}")
-    if alone:
-        print_once(printable(f"{Path(root, 'images', split)} and annotations: left out "
-                             f"{len(alone)} files without a partner of the same name, for example "
-                             f"{alone[0]}"))
-    return both
+                         f"same name{example}")
+    print_left_out(Path(root, "*", split), alone, "there is no partner of the same name")
+    return {stem: (path, labels[stem]) for stem, path in images.items() if stem in labels}
 
 
 def ade20k(root, split, num_classes=None, names=()):
@@ -207,12 +188,8 @@ def find_pairs(root, keep_best):
     """
     given = any(Path(root, "images", part).is_dir() for part in ("training", "validation"))
     found = pairs(root, "training" if given else "")
-    val, test = hold_out_by_name(found, "", test=not given, val=keep_best)
-    files = {part: [found[stem] for stem in found if stem in stems] for part, stems in (
-        ("train", found.keys() - val - test), ("val", val), ("test", test))}
-    if given:
-        files["test"] = list(pairs(root, "validation").values())
-    return {**files, "all": files["test"] if given else list(found.values())}
+    reported = list(pairs(root, "validation").values()) if given else None
+    return divide(found, [found], "", keep_best, reported)
 
 
 def own_folder(root, part, values, ignore, keep_best=False):
@@ -246,7 +223,7 @@ def find_values(root, ignore=None):
     often come from smoothed edges of masks.
     """
     files = find_pairs(root, keep_best=False)
-    paths = [label for part in ("train", "test") for _, label in files[part]]
+    paths = [label for _, label in files["train"] + files["test"]]
     counts, shown = check_annotations(paths, ignore), printable(root)
     found = counts.nonzero()[:, 0].tolist()
     if ignore is None:
@@ -296,13 +273,9 @@ def mask_flags(args):
             print0(f"{root} has too few pairs to hold out one that chooses best.pt (expected 3, or "
                    f"2 in training/), so last.pt is reported")
     files = find_pairs(args.data_dir, keep_best)
-    sides = sorted(min(read_annotation(label)[0].shape) for _, label in files["train"][:200])
-    chosen = dict(mask_recipe(len(files["train"]), sides[len(sides) // 2]), keep_best=keep_best)
+    side = median_side([label for _, label in files["train"]])
+    recipe = dict(mask_recipe(len(files["train"]), side), keep_best=keep_best)
     if args.backbone:
-        del chosen["patch_size"]                                    # the backbone has its own
-    chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
-    print0(f"{root}: pairs: {len(files['train'])} to train on, {len(files['val'])} to choose "
-           f"best.pt (validation), {len(files['test'])} to report, by eval_robust.py (test)")
-    if chosen:
-        print0(f"chosen flags: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
+        del recipe["patch_size"]                                    # the backbone has its own
+    chosen = fill_flags(args, recipe, files, "pairs")
     return chosen | dict(values=values, ignore=ignore, num_classes=len(values))

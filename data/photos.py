@@ -1,14 +1,13 @@
 """Your own photos: root/<class>/*.jpg, or root/train/<class>/* and root/val/<class>/*."""
 
 from pathlib import Path
-from statistics import median
 
 import torch
 
 from common import InputError, print0
 from data.batches import Split, progress
-from data.decode import (hold_out_by_name, name_hash, print_once, printable, read_image,
-                         scan_folders, short_side)
+from data.decode import printable, read_image
+from data.folders import divide, fill_flags, median_side, name_hash, print_once, scan_folders
 
 
 def find_photos(root, keep_best=False):
@@ -22,27 +21,21 @@ def find_photos(root, keep_best=False):
     """
     val_folder = Path(root, "val").is_dir()
     folders = [Path(root, "train"), Path(root, "val")] if val_folder else [root]
-    first, *given = [scan_folders(folder) if Path(folder).is_dir() else {} for folder in folders]
-    classes = sorted({*first, *(name for found in given for name in found)})
+    first, *second = map(scan_folders, folders)
+    classes = sorted({*first, *(name for found in second for name in found)})
     if len(classes) < 2:
         raise InputError(f"--data_dir {printable(root)} has {len(classes)} folders with images, "
                          f"expected 2 or more: {printable(root)}/<class>/*.jpg")
-    if given == [{}]:
+    if second == [{}]:
         raise InputError(f"{printable(folders[1])} contains no <class>/*.jpg, expected the images "
                          f"to evaluate on: add them, or remove this folder")
 
-    files = {"train": [], "val": [], "test": []}
-    for label, name in enumerate(classes):
-        paths = first.get(name, [])
-        val, test = hold_out_by_name(paths, root, test=not val_folder, val=keep_best)
-        for path in paths:
-            part = "val" if path in val else "test" if path in test else "train"
-            files[part].append((path, label))
-        files["test"] += [(path, label) for found in given for path in found.get(name, [])]
-    for part in ("train", "val") if val_folder else files:
-        files[part].sort(key=lambda file: name_hash(file[0], root))
-    every = sorted(sum(files.values(), []), key=lambda file: name_hash(file[0], root))
-    return classes, {**files, "all": files["test"] if val_folder else every}
+    def labelled(found):
+        return [(path, label) for label, name in enumerate(classes) for path in found.get(name, [])]
+
+    order = sorted(labelled(first), key=lambda file: name_hash(file[0], root))
+    return classes, divide({file[0]: file for file in order}, first.values(), root, keep_best,
+                           *map(labelled, second))
 
 
 # --- flags that fit the photos --------------------------------------------------------------------
@@ -61,15 +54,10 @@ def photo_flags(args):
             print0(f"{root}: class {classes[min(small)]} has too few images to hold out one that "
                    f"chooses best.pt (expected 3, or 2 in train/), so last.pt is reported")
     classes, files = find_photos(args.data_dir, keep_best)
-    chosen = photo_recipe(len(files["train"]), median_side(files["train"][::7]))
-    chosen.update(keep_best=keep_best, pad=(args.image_size or chosen["image_size"]) // 8)
-    chosen = {name: value for name, value in chosen.items() if getattr(args, name) is None}
-    print0(f"{root}: {len(classes)} classes; images: {len(files['train'])} to train on, "
-           f"{len(files['val'])} to choose best.pt (validation), {len(files['test'])} to report, "
-           f"by eval_robust.py (test)")
-    if chosen:
-        print0(f"chosen flags: {' '.join(f'{k}={v}' for k, v in chosen.items())}")
-    return chosen
+    side = median_side([path for path, _ in files["train"][::7]])
+    recipe = dict(photo_recipe(len(files["train"]), side), keep_best=keep_best)
+    recipe["pad"] = (args.image_size or recipe["image_size"]) // 8
+    return fill_flags(args, recipe, files, f"{len(classes)} classes; images")
 
 
 def photo_recipe(n, side):
@@ -85,17 +73,6 @@ def photo_recipe(n, side):
                 epochs=epochs, batch_size=batch)
 
 
-def median_side(files):
-    """Return the median short side in pixels of up to 200 image files; 0 if none can be read."""
-    sides = []
-    for path, _ in files[:200]:
-        try:
-            sides.append(short_side(path))
-        except InputError:                          # decode_all prints the name of the file
-            continue
-    return median(sides) if sides else 0
-
-
 # --- images ---------------------------------------------------------------------------------------
 
 def load_photos(root, part, size, keep_best=False):
@@ -109,17 +86,14 @@ def load_photos(root, part, size, keep_best=False):
     if not len(found.labels) or part == "train" and missing:
         inner = "train" if part in ("train", "val") else "val"
         folder = Path(root, inner) if val_folder else root
+        purposes = {"train": "to train on", "val": "to choose best.pt by"}
         raise InputError(f"--data_dir {printable(root)}: there is no image of class "
                          f"{classes[min(missing)]} in {printable(folder)} that can be read, "
-                         f"{PURPOSES[part]}")
+                         f"{purposes.get(part, 'to evaluate on')}")
     if part == "all":
         print_once(f"{printable(root)}: the network was not trained on this folder, so all "
                    f"{len(found.labels)} images are evaluated" + " (val/)" * val_folder)
     return found
-
-
-PURPOSES = {"train": "to train on", "val": "to choose best.pt by", "test": "to evaluate on",
-            "all": "to evaluate on"}
 
 
 def middle_square(image, size):

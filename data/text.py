@@ -29,7 +29,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import InputError, print0, replacing
-from data.decode import same_folder
+from data.folders import same_folder
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -159,12 +159,12 @@ def text_folder(data, data_dir):
     data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". Several
     processes may write the folder at the same time.
     """
-    if not data_dir and data != "pydoc":
-        raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
-                         f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
-    if not data_dir:
+    if data_dir:
+        return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
+    if data == "pydoc":
         return pydoc_folder("out/cache")
-    return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
+    raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
+                     f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
 
 
 # Chinese and Japanese have no spaces between words, so each character is a word.
@@ -243,10 +243,9 @@ def lines_to_score(data, data_dir, trained):
     "pydoc". A text file that was not used for training is one split, "whole". Its words are not
     replaced by <unk>, because the model's vocabulary decides which words are known.
     """
-    own = same_folder(trained.get("data_dir"), data_dir) if data_dir else \
-        not trained.get("data_dir")
-    if not own and data_dir and Path(data_dir).is_file():
-        return {"whole": [" ".join(words) for words in paragraphs(Path(data_dir))]}
+    own = same_folder(trained.get("data_dir"), data_dir)
+    if data_dir and Path(data_dir).is_file() and not own:
+        return {"whole": [" ".join(words) for words in paragraphs(data_dir)]}
     folder = text_folder(data, data_dir)
     return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
 
@@ -339,9 +338,7 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
     one window at a time).
     """
     device, training = next(model.parameters()).device, model.training
-    if not torch.is_tensor(tokens):
-        tokens = np.asarray(tokens, np.int64)
-    tokens = torch.as_tensor(tokens, device=device)
+    tokens = torch.as_tensor(tokens).long().to(device)
     nll = torch.zeros(len(tokens) - 1, device=device)
     batches = [(part, length, scored)
                for starts, length, scored in sliding_windows(len(nll), window, stride)

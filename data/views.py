@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import InputError
-from data.decode import hold_out_by_name, same_folder
 from data.distort import COLUMNS, distort
+from data.folders import hold_out_by_name, same_folder
 from data.masks import CAMVID_CLASSES, ade20k, own_folder
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._dynamo  # noqa: F401: the first optimiser imports it, which takes 2 s in a fork
 
 import common
 

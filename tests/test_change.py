@@ -12,7 +12,8 @@ from processes import run_command
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
 SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 3 --device cpu",
-         "train_lm.py": "--steps 3 --batch_size 4 --words 0 --device cpu",
+         "train_lm.py": "--data_dir docs/change.md --context 16 --steps 3 --batch_size 4 "
+                        "--words 0 --device cpu",
          "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 "
                          "--num_workers 0 --device cpu",
          "eval_robust.py": "--limit 16 --device cpu"}
@@ -47,6 +48,12 @@ def test_change_applies_and_runs(section, programs, tmp_path):
     if "import wandb" in section:  # a package that is not installed
         (tree / "wandb.py").write_text("def init(**settings): pass\n"
                                        "def log(row, step): assert row['step'] == step\n")
+    if "from sklearn" in section:  # a package whose import takes seconds
+        (tree / "sklearn").mkdir()
+        (tree / "sklearn/datasets.py").write_text(
+            "import numpy as np\n"
+            "def load_digits(return_X_y):\n"
+            "    return np.arange(1797.0 * 64).reshape(1797, 64) % 17, np.arange(1797) % 10\n")
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("--device mps", ""), comments=True)    # not everywhere
         assert words[0] == "python", line

@@ -53,5 +53,5 @@ def test_seeds_of_steps_are_pinned_and_distinct():
     """A resumed run needs the same seeds in every Python."""
     assert seed_from(0, DROPOUT, 1, 2) == 99077802358830
     seeds = {seed_from(seed, DROPOUT, step, rank) for seed in (0, 1, 2 ** 31 - 1)
-             for step in range(100) for rank in range(4)}
-    assert len(seeds) == 1200 and 0 <= min(seeds) and max(seeds) < 2 ** 48
+             for step in range(25) for rank in range(4)}
+    assert len(seeds) == 300 and 0 <= min(seeds) and max(seeds) < 2 ** 48

@@ -229,7 +229,7 @@ def test_faults_of_a_folder_are_named(root, capsys):
             ade20k(folder, split, 4)
     (root / "annotations" / "training" / "2.png").unlink()
     assert len(ade20k(root, "training", 4)) == 8
-    assert "without a partner of the same name, for example 2" in capsys.readouterr().out
+    assert "no partner of the same name: 2" in capsys.readouterr().out
     (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
     with pytest.raises(InputError, match="--num_classes 5"):
