@@ -67,9 +67,9 @@ def run(main):
             print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
     except InputError as e:
-        # If all processes find the error, rank 0 prints it, and torchrun ends the other processes
-        # while they wait. If only one process finds the error, for example in a corrupt image, this
-        # process prints it.
+        # If all processes find the error, rank 0 prints the error, and torchrun ends the other
+        # processes while they wait. If only one process finds the error, for example in a corrupt
+        # image, this process prints the error.
         if rank != "0":
             time.sleep(WAIT)
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
@@ -190,6 +190,7 @@ def parse_flags(parser, recipe, stored, fixed=()):
     recipe: a dict of flags. stored: the flags of the resumed run, from `resumed_run`. fixed: names
     of flags that --resume cannot change. --resume cannot change --batch_size either, because the
     position in the data is counted in steps. Prints the flags that differ from the stored ones.
+    InputError if a flag is empty or must not change, or if --data_dir does not fit --data.
     """
     parser.set_defaults(**{**recipe, **stored})
     parser.add_argument("-h", "--help", action="help", help="print this text and exit")
@@ -234,7 +235,7 @@ def run_folder(args, default):
 
 # --- processes ------------------------------------------------------------------------------------
 
-def start_processes(device_name=None):
+def start_processes(device_name):
     """Return this process's rank, the number of processes, and the device; connect the processes.
 
     torchrun starts one process per GPU, or several on a CPU, and gives each process a number, RANK.

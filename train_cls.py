@@ -72,7 +72,7 @@ def get_args():
     flag("--image_size", type=COUNT, help="use images with this side, in pixels")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
-         "rpc is RPC-Attention in --rpc_layers and symmetric attention in the other layers")
+         "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
@@ -373,10 +373,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, update the weights, and update their average.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:                                         # at step 0, the average copies the weights

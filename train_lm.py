@@ -47,7 +47,7 @@ from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
-    # 2 minutes on 2 CPU cores
+    # the documentation of this Python; 2 minutes on 2 CPU cores
     "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100, eval_every=200),
     # a small WikiText; 6 minutes on a CPU core: test perplexity 217.0 ± 5.3 (symmetric, 3 seeds)
     "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100, eval_every=250),
@@ -72,8 +72,7 @@ def get_args():
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
-         "other flags (default: folder, your own text, if --data_dir is given, else pydoc, the "
-         "documentation of this Python)")
+         "other flags (default: folder, your own text, if --data_dir is given, else pydoc)")
     flag("--data_dir", help="read this text file, or this folder, which contains "
          "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all "
          "layouts")
@@ -83,8 +82,7 @@ def get_args():
     flag("--context", type=COUNT, help="read this many tokens (default: set by --model)")
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
-         help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric attention "
-         "in the others")
+         help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
@@ -110,9 +108,8 @@ def get_args():
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
          "and continue --prompt instead of training")
-    flag("--words", type=NATURAL, default=40, help="sample this many words in an evaluation")
-    flag("--prompt", default="", help="begin the sample with these words, separated by spaces as "
-         "in the training text")
+    flag("--words", type=NATURAL, default=40, help="write samples of this many words")
+    flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=SEED, default=0, help="draw weights, windows and samples from this seed")
@@ -330,10 +327,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, and update the weights.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device

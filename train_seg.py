@@ -96,7 +96,7 @@ def get_args():
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
-         "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention in the others")
+         "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
          "all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, help="run this many steps of PAP, the algorithm in RPC-Attention; "
@@ -346,10 +346,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, and update the weights.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
