@@ -31,6 +31,7 @@ if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own set
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 
@@ -66,9 +67,9 @@ def run(main):
             print(f"\nstopped by Ctrl-C{go_on()}", file=sys.stderr)
         sys.exit(130)
     except InputError as e:
-        # If all processes find the error, rank 0 prints it, and torchrun ends the other processes
-        # while they wait. If only one process finds the error, for example in a corrupt image, this
-        # process prints it.
+        # If all processes find the error, rank 0 prints the error, and torchrun ends the other
+        # processes while they wait. If only one process finds the error, for example in a corrupt
+        # image, this process prints the error.
         if rank != "0":
             time.sleep(WAIT)
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
@@ -189,6 +190,7 @@ def parse_flags(parser, recipe, stored, fixed=()):
     recipe: a dict of flags. stored: the flags of the resumed run, from `resumed_run`. fixed: names
     of flags that --resume cannot change. --resume cannot change --batch_size either, because the
     position in the data is counted in steps. Prints the flags that differ from the stored ones.
+    InputError if a flag is empty or must not change, or if --data_dir does not fit --data.
     """
     parser.set_defaults(**{**recipe, **stored})
     parser.add_argument("-h", "--help", action="help", help="print this text and exit")
@@ -201,6 +203,11 @@ def parse_flags(parser, recipe, stored, fixed=()):
                              f"{changed[name]}; leave --{name} out, or start another run")
     if changed:
         print0(f"changed flags: {changed}")
+    if args.data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
+                         f"--data_dir out, or choose another --data")
+    if args.data == "folder" and not args.data_dir:
+        raise InputError("--data folder needs --data_dir, the path of your images or your text")
     return args
 
 
@@ -224,6 +231,32 @@ def run_folder(args, default):
         raise InputError(f"{folder} holds a run: continue it with --resume {shlex.quote(folder)}, "
                          f"or choose another --out_dir")
     return folder
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+def start_processes(device_name):
+    """Return this process's rank, the number of processes, and the device; connect the processes.
+
+    torchrun starts one process per GPU, or several on a CPU, and gives each process a number, RANK.
+    device_name: the value of --device; None chooses the best device that PyTorch finds.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else
+                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    if "RANK" in os.environ:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return rank, world, device
+
+
+def check_batch_size(batch_size, world):
+    """Raise InputError unless the processes can share a batch evenly."""
+    if batch_size % world:
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world}, the number "
+                         f"of processes")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------

@@ -19,8 +19,6 @@ try:
 except ModuleNotFoundError:
     sys.exit("error: plot.py needs matplotlib; install it with: pip install matplotlib")
 
-WIDTH = 9                                       # of a figure, in inches
-
 
 def training_curves(rows):
     """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
@@ -60,7 +58,7 @@ def budget_curves(rows):
 def draw_panels(panels, path, xlabel):
     """Draw {panel title: {label: (colour, style, [(x, y)])}} and write the figure to path."""
     rows = -(-len(panels) // 2)
-    figure, axes = plt.subplots(rows, 2, squeeze=False, figsize=(WIDTH, 4.2 * rows),
+    figure, axes = plt.subplots(rows, 2, squeeze=False, figsize=(9, 4.2 * rows),    # inches
                                 layout="constrained")
     for ax, (title, lines) in zip(axes.flat, panels.items()):
         for label, (colour, style, points) in lines.items():

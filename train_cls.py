@@ -16,9 +16,7 @@ the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
   lambda. The released code mixes the batch with the reversed batch.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
-sample). On a GPU they agree up to rounding, because fused attention adds gradients in no fixed
-order. Runs with another number of processes agree up to rounding and drop-path masks, which each
-process draws for itself.
+sample). docs/data.md describes GPUs and several processes.
 """
 
 import argparse
@@ -52,62 +50,52 @@ def get_args():
 
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
+    # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="choose the data set and its recipe, which sets the "
-         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
-         "shapes, rendered scenes)")
+    flag("--data", choices=DATASETS, help="choose the data set, whose recipe sets the defaults of "
+         "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
     flag("--data_dir", help="read images from this folder, which contains <class>/*.jpg, or "
          "train/<class>/*.jpg and val/<class>/*.jpg; docs/data.md shows all layouts")
     flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
-    flag("--num_images", type=COUNT, default=16000, help="render this many training images, if "
-         "--data is shapes")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
     flag("--holdout", type=NATURAL, default=0, help="hold out this many training images and "
          "evaluate on them instead of the test images, for example to choose settings")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decode ImageNet with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, or "
-         "a FAN")
-    flag("--image_size", type=COUNT, help="set the side of the images in pixels, a "
-         "multiple of --patch_size")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose a ViT's size, or a FAN")
+    flag("--image_size", type=COUNT, help="use images with this side, in pixels")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
-    flag("--attn", choices=dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS]), default="rpc",
-         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
-         "symmetric attention in the other layers")
+    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
+         "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
          "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="choose a variant of PAP: the released "
-         "code, the paper as printed, or the paper with the signs of ADMM")
+    flag("--form", choices=FORMS, default="released", help="run PAP like the released code, like "
+         "the printed paper (paper), or like the paper with the signs of ADMM (admm)")
     flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch and the released RPC code, or like DeiT, by a truncated normal distribution "
-         "(default: trunc_normal for a FAN, else default)")
+         "PyTorch and the released RPC code, or like DeiT (default: trunc_normal for a FAN)")
     flag("--init_from", help="initialise from this checkpoint, a file or https address, which also "
          "sets the defaults of --model and --patch_size")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
-         "processes share")
-    flag("--lr", type=REAL, help="set AdamW's highest learning rate; DeiT uses 5e-4 * batch_size / "
-         "512")
+    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
+    flag("--lr", type=REAL, help="set the highest learning rate; DeiT's is batch_size * 5e-4 / 512")
     flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
-    flag("--warmup_epochs", type=REAL, default=1, help="begin with this many epochs of linear "
-         "warm-up")
-    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
-         "parameters do not decay")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
-         "clipping off")
+    flag("--warmup_epochs", type=REAL, default=1, help="warm up for this many epochs")
+    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm (0: no clipping)")
     flag("--ema", type=SHARE, default=0.0, help="also keep a moving average of the weights with "
          "this decay; 0 turns it off")
     flag("--adv_eps", type=common.number(pixels, 0, 1), default=0.0, help="train on adversarial "
@@ -115,28 +103,21 @@ def get_args():
     flag("--adv_steps", type=COUNT, default=3, help="run this many PGD steps per adversarial image")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=NATURAL, default=0, help="shift images at random by up to this many "
-         "pixels")
-    flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations per "
-         "image")
+    flag("--pad", type=NATURAL, default=0, help="shift images by up to this many pixels")
+    flag("--num_ops", type=NATURAL, default=0, help="apply this many RandAugment operations")
     flag("--erase", type=SHARE, default=0.0, help="erase a rectangle with this probability")
-    flag("--mixup", type=REAL, default=0.0, help="blend pairs of images with this alpha; 0 turns "
-         "Mixup off")
-    flag("--cutmix", type=REAL, default=0.0, help="paste a rectangle from another image with this "
-         "alpha; 0 turns CutMix off")
-    flag("--smoothing", type=SHARE, default=0.1, help="spread this share of each label evenly over "
-         "all classes")
+    flag("--mixup", type=REAL, default=0.0, help="turn on Mixup with this alpha")
+    flag("--cutmix", type=REAL, default=0.0, help="turn on CutMix with this alpha")
+    flag("--smoothing", type=SHARE, default=0.1, help="smooth the labels by this share")
     flag("--repeats", type=COUNT, default=1, help="repeat each image this many times in an epoch, "
          "which then uses fewer images; the number of steps stays the same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw the initial weights, the order of the images "
-         "and the augmentation from this seed")
+    flag("--seed", type=SEED, default=0, help="draw weights, order and augmentation from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
-         "LOG_EVERY steps")
+    flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
     flag("--eval_every", type=COUNT, default=1, help="evaluate every EVAL_EVERY epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images, "
          "or a tenth, and keep the checkpoint with the lowest loss on them as best.pt (default: on "
@@ -149,23 +130,16 @@ def get_args():
     # has the flags on the command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "classification")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
-    from_file = {}                          # flags from the file: model, patch_size, image_size
+    from_file = {}
     if given.init_from and not given.resume:
         from checkpoints import flags_for
-        from_file = flags_for(common.load(given.init_from), SIZES)
+        from_file = flags_for(common.load(given.init_from), SIZES)  # model, patch_size, image_size
         if data != "folder":
             from_file.pop("image_size", None)           # the recipe of the data set sets it
-    # DATASETS[data] is a pair: the function that loads the data, and the recipe.
-    args = common.parse_flags(p, {"data": data, **DATASETS[data][1], **from_file}, stored)
+    args = common.parse_flags(p, {"data": data, **DATASETS[data].recipe, **from_file}, stored)
     used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
     if used:
         common.print0(f"flags from {args.init_from}: {used}")
-
-    if data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
-                         f"--data_dir out, or choose another --data")
-    if data == "folder" and not args.data_dir:
-        raise InputError("--data folder needs --data_dir, the folder of your images")
     args.out_dir = common.run_folder(args, f"out/{data}_{args.attn}")
     return args, checkpoint
 
@@ -228,9 +202,9 @@ def train_batches(source, args, start, stop, device, rank, world):
     for images, labels, position in load_batches(source, keys, args, device, transform):
         images = to_float(images, position, args.seed, args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
-        if args.mixup or args.cutmix:
-            key = args.seed, position[0].item() // args.batch_size      # one lambda per step
-            images, targets = mix(images, targets, key, args.mixup, args.cutmix)
+        if args.mixup or args.cutmix:                   # lambda is a function of (seed, step)
+            step = position[0].item() // args.batch_size
+            images, targets = mix(images, targets, (args.seed, step), args.mixup, args.cutmix)
         yield images, targets, position
 
 
@@ -279,31 +253,24 @@ def learning_rate(step, warmup, total, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
-    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
-                                          "mps" if torch.backends.mps.is_available() else "cpu"))
-    if "RANK" in os.environ:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
+    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    rank, world, device = common.start_processes(args.device)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `photo_flags` chooses the flags that are still None. `val` has the
-    # images to evaluate on: held-out images with --holdout or --keep_best, else the test images.
+    # Data. For your own images, the recipe has None for flags that depend on the images, and
+    # `photo_flags` chooses these flags. `val` has the images to evaluate on: held-out images with
+    # --holdout or --keep_best, else the test images.
     if args.download and world > 1:
         raise InputError("--download is for one process; download the data first, without torchrun")
-    vars(args).update(photo_flags(args) if args.data == "folder" else {})
+    if args.data == "folder":
+        vars(args).update(photo_flags(args))
     train, val = load_data(args, device)
-    if args.batch_size % world:
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
-                         f"number of processes")
+    common.check_batch_size(args.batch_size, world)
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
                          f"training images; choose a smaller batch")
@@ -329,7 +296,7 @@ def main():
     model = Model(config).to(device)
     if world > 1 and device.type == "cuda":                         # for BatchNorm, which a FAN has
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if args.init_from and not args.resume:
+    if args.init_from and not args.resume:          # if the number of classes differs, a new head
         from checkpoints import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
             notes = load_weights(model, common.load(args.init_from), new_head=True)
@@ -348,8 +315,9 @@ def main():
     ema = copy.deepcopy(model) if args.ema else None
 
     # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
-    # weights, their average and the optimiser's state. Random numbers have no state, because they
-    # depend on seed, step and sample only.
+    # weights, their average and the optimiser's state. `load_optimizer` keeps today's --lr and
+    # --weight_decay, which optimizer.load_state_dict would replace. Random numbers have no state,
+    # because they depend on seed, step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -394,7 +362,8 @@ def main():
         images, targets, position = next(batches)
         if args.adv_eps:
             with autocast:
-                images = adversarial(compiled, images, targets, position[0].item(), args)
+                images = adversarial(compiled, images, targets, position[0].item(),
+                                     eps=args.adv_eps, steps=args.adv_steps, seed=args.seed)
 
         # Forward and backward. Each step and process has its own seed for drop path, so a resumed
         # run draws the same masks.
@@ -404,10 +373,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, update the weights, and update their average.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if ema:                                         # at step 0, the average copies the weights

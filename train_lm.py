@@ -20,9 +20,7 @@ Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small stan
 Report the results of best.pt, the checkpoint with the lowest valid perplexity.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step,
-place in the batch). On a GPU they agree up to rounding, because fused attention adds gradients in
-no fixed order. Runs with another number of processes agree up to rounding and dropout masks, which
-each process draws for itself.
+place in the batch). docs/data.md describes GPUs and several processes.
 """
 
 import argparse
@@ -43,13 +41,13 @@ from tqdm import tqdm
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, describe, load_corpus, perplexity, random_windows, sliding_nll,
-                       stored_vocabulary, text_folder)
+from data.text import (EOS, SPLITS, describe_corpus, load_corpus, perplexity, random_windows,
+                       sliding_nll, stored_vocabulary, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
-    # 2 minutes on 2 CPU cores
+    # the documentation of this Python; 2 minutes on 2 CPU cores
     "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100, eval_every=200),
     # a small WikiText; 6 minutes on a CPU core: test perplexity 217.0 ± 5.3 (symmetric, 3 seeds)
     "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100, eval_every=250),
@@ -67,35 +65,32 @@ def get_args():
 
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
+    # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
-         "defaults of other flags (default: folder, your own text, if --data_dir is given, else "
-         "pydoc, the documentation of this Python)")
+    flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
+         "other flags (default: folder, your own text, if --data_dir is given, else pydoc)")
     flag("--data_dir", help="read this text file, or this folder, which contains "
          "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all "
          "layouts")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
-    flag("--context", type=COUNT, help="read this many tokens per window (default: set by "
-         "--model)")
+    flag("--context", type=COUNT, help="read this many tokens (default: set by --model)")
     # scaled_s is left out, because it needs a fixed number of tokens.
-    attentions = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    flag("--attn", choices=[name for name in attentions if name != "scaled_s"], default="rpc",
-         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
-         "symmetric attention in the other layers")
+    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
+         help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
          "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="choose a variant of PAP: the released "
-         "code, the paper as printed, or the paper with the signs of ADMM")
+    flag("--form", choices=FORMS, default="released", help="run PAP like the released code, like "
+         "the printed paper (paper), or like the paper with the signs of ADMM (admm)")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
          "token t from tokens 0 to t, from token t alone, or from the whole window like the paper; "
          "with all, the model reads the future")
@@ -105,29 +100,23 @@ def get_args():
 
     flag = p.add_argument_group("training").add_argument
     flag("--steps", type=COUNT, help="train for this many steps, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many windows per step, which all "
-         "processes share")
+    flag("--batch_size", type=COUNT, help="use this many windows per step, over all processes")
     flag("--lr", type=REAL, help="set Adam's highest learning rate; there is no weight decay")
     flag("--warmup", type=NATURAL, help="begin with this many steps of linear warm-up")
-    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm; 0 turns "
-         "clipping off")
+    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm (0: no clipping)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
          "and continue --prompt instead of training")
-    flag("--words", type=NATURAL, default=40, help="sample this many words, also in every "
-         "evaluation")
-    flag("--prompt", default="", help="begin the sample with these words, separated by spaces as "
-         "in the training text")
+    flag("--words", type=NATURAL, default=40, help="write samples of this many words")
+    flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw the initial weights, the windows and the "
-         "samples from this seed")
+    flag("--seed", type=SEED, default=0, help="draw weights, windows and samples from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
-         "LOG_EVERY steps")
+    flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
     flag("--eval_every", type=COUNT, help="evaluate and save every EVAL_EVERY steps")
     flag("--keep_best", action=boolean, default=True, help="keep the checkpoint with the lowest "
          "valid perplexity as best.pt (default: on)")
@@ -164,7 +153,7 @@ def load_text(args):
             raise InputError(f"--context {args.context}: the {split} text in "
                              f"{args.data_dir or folder} has only {count} tokens, expected more "
                              f"than --context")
-    common.print0(f"{folder}: {describe(corpus)}")
+    common.print0(f"{folder}: {describe_corpus(corpus)}")
     return corpus
 
 
@@ -190,8 +179,8 @@ def evaluate(model, corpus, args, rank, world):
     The text is cut into segments of --context tokens, and each token is predicted from its segment
     alone. The processes share the segments.
     """
-    nats = sliding_nll(model, corpus.valid, args.context, args.context, rank=rank, world=world,
-                       progress="evaluating")
+    nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context, rank=rank,
+                       world=world, progress="evaluating")
     return dict(perplexity=perplexity(nats))
 
 
@@ -246,18 +235,11 @@ def learning_rate(step, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
-    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
-                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
+    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    rank, world, device = common.start_processes(args.device)
     if args.sample:
         return print_sample(args, device)
-    if "RANK" in os.environ:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
@@ -268,9 +250,7 @@ def main():
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)
-    if args.batch_size % world:
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
-                         f"number of processes")
+    common.check_batch_size(args.batch_size, world)
 
     # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
     size = {**LM_SIZES[args.model], "context": args.context}
@@ -295,8 +275,9 @@ def main():
                                  fused=device.type == "cuda")
 
     # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
-    # weights and the optimiser's state. Random numbers have no state, because they depend on seed,
-    # step and place in the batch only.
+    # weights and the optimiser's state. `load_optimizer` keeps today's settings of the optimiser,
+    # which optimizer.load_state_dict would replace. Random numbers have no state, because they
+    # depend on seed, step and place in the batch only.
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -346,10 +327,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, and update the weights.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device

@@ -18,9 +18,7 @@ epochs of ADE20K. Differences from that code:
 - The result is the network after the last epoch. --keep_best also keeps the best network.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
-sample). On a GPU they agree up to rounding, because fused attention adds gradients in no fixed
-order. Runs with another number of processes agree up to rounding and the masks of dropout and drop
-path, which each process draws for itself.
+sample). docs/data.md describes GPUs and several processes.
 """
 
 import argparse
@@ -57,7 +55,7 @@ RECIPES = {
     # (symmetric)
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
                    weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
-    # your own images; data/masks.py chooses the flags with None from the number and size of images
+    # your own images; `mask_flags` chooses the flags with None from the number and size of images
     "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
                    attn="symmetric", keep_best=None),
 }
@@ -71,14 +69,14 @@ def get_args():
 
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
+    # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT is an int from 1, NATURAL an int from 0, REAL a float from 0, SHARE a float below 1.
+    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set and its recipe, which sets the "
-         "defaults of other flags (default: folder, your own images, if --data_dir is given, else "
-         "shapes, rendered scenes)")
+    flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
+         "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
     flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
          "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
          "all layouts")
@@ -86,8 +84,7 @@ def get_args():
          "values in the annotations (default for folder: 255)")
     flag("--num_classes", type=common.number(int, 2, 254), help="expect this many classes (default "
          "for folder: as many as the annotations contain)")
-    flag("--num_images", type=COUNT, default=16000, help="render this many training images, if "
-         "--data is shapes")
+    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
     flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decode images with this many processes per GPU")
 
@@ -98,37 +95,31 @@ def get_args():
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
     # scaled_s is left out, because it needs a fixed number of tokens.
-    attentions = dict.fromkeys([*ATTENTIONS, *LAYER_PATTERNS])
-    flag("--attn", choices=[name for name in attentions if name != "scaled_s"],
-         help="choose an attention from attention.py; rpc uses RPC-Attention in --rpc_layers and "
-         "symmetric attention in the other layers")
+    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
+         "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
          "all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=COUNT, help="run this many steps of PAP, the algorithm in RPC-Attention; "
          "the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper uses "
          "4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, help="choose a variant of PAP: the released code, the paper as "
-         "printed, or the paper with the signs of ADMM")
+    flag("--form", choices=FORMS, help="run PAP like the released code, like the printed paper "
+         "(paper), or like the paper with the signs of ADMM (admm)")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
-         "the decoder, Segmenter's mask transformer; rpc uses RPC-Attention in its first block "
-         "(default: the encoder's attention)")
+         "the decoder; rpc is RPC-Attention in its first block (default: the encoder's attention)")
     flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
          "encoder's last block, and at smaller rates in earlier blocks")
     flag("--dropout", type=SHARE, default=0.1, help="drop activations of the decoder at this rate")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, which all "
-         "processes share")
+    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
     flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="choose the optimiser; sgd "
          "has Nesterov momentum 0.9, as in the paper")
     flag("--lr", type=REAL, default=2e-3, help="begin with this learning rate")
     flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
-    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices; other "
-         "parameters do not decay")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm; 0 turns "
-         "clipping off")
+    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices")
+    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm (0: no clipping)")
 
     flag = p.add_argument_group("views").add_argument
     flag("--size", type=COUNT, help="resize the short side of images to this many pixels, and "
@@ -137,13 +128,11 @@ def get_args():
     flag("--stride", type=COUNT, help="move the window by this many pixels (default: --window)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw the initial weights, the order of the images "
-         "and the augmentation from this seed")
+    flag("--seed", type=SEED, default=0, help="draw weights, order and augmentation from this seed")
     flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="write a row of log.jsonl every "
-         "LOG_EVERY steps")
+    flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
     flag("--eval_every", type=COUNT, default=2, help="evaluate every EVAL_EVERY epochs")
     flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
          "images, and keep the checkpoint with the highest mean IoU on them as best.pt (default: "
@@ -173,12 +162,6 @@ def get_args():
         recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(shipped), attn="rpc")
     model_flags = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout")
     args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
-
-    if data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
-                         f"--data_dir out, or choose another --data")
-    if data == "folder" and not args.data_dir:
-        raise InputError("--data folder needs --data_dir, the folder of your images")
     args.out_dir = common.run_folder(args, f"out/seg_{data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
@@ -231,24 +214,19 @@ def learning_rate(step, total, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts one process per GPU (or several on a CPU) and gives each process a
-    # number, RANK. Each process trains on its part of every batch. Only rank 0 prints and writes.
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else
-                                          "mps" if torch.backends.mps.is_available() else "cpu"))
-    if "RANK" in os.environ:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
+    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    rank, world, device = common.start_processes(args.device)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `mask_flags` chooses the flags that are still None.
-    vars(args).update(mask_flags(args) if args.data == "folder" else {})
+    # Data. For your own images, the recipe has None for flags that depend on the images, and
+    # `mask_flags` chooses these flags.
+    if args.data == "folder":
+        vars(args).update(mask_flags(args))
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     if args.stride > args.window:
@@ -256,16 +234,14 @@ def main():
                          f"would miss pixels; choose a smaller stride")
     how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                num_workers=args.num_workers)                        # settings of an evaluation
-    split = "val" if args.keep_best else "test"
-    train, val = load_segmentation(args, "train"), load_segmentation(args, split)
+    train = load_segmentation(args, "train")
+    val = load_segmentation(args, "val" if args.keep_best else "test")
     split = "validation" if args.keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
     scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes keep their size
     views = TrainingViews(train, args.size, scales, args.seed)
-    if args.batch_size % world:
-        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of {world}, the "
-                         f"number of processes")
+    common.check_batch_size(args.batch_size, world)
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
@@ -277,7 +253,7 @@ def main():
     else:
         if backbone:
             with common.error_prefix(f"--backbone {args.backbone}"):
-                encoder = backbone_settings(backbone)
+                encoder = backbone_settings(backbone)               # sizes and attention
         else:
             size = SIZES[args.model]
             encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
@@ -295,7 +271,7 @@ def main():
     if backbone:
         from checkpoints import load_weights
         with common.error_prefix(f"--backbone {args.backbone}"):
-            load_weights(model.encoder, backbone, mode="bilinear")
+            load_weights(model.encoder, backbone, mode="bilinear")  # resizes positions
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
@@ -314,8 +290,9 @@ def main():
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
     # Resume. The data, `about`, must be the same as before. The checkpoint has the weights and the
-    # optimiser's state. Random numbers have no state, because they depend on seed, step and sample
-    # only.
+    # optimiser's state. `load_optimizer` keeps today's --lr and --weight_decay, which
+    # optimizer.load_state_dict would replace. Random numbers have no state, because they depend on
+    # seed, step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
         common.check_unchanged(checkpoint, about)
@@ -369,10 +346,7 @@ def main():
         loss.backward()
 
         # Clip the gradient, and update the weights.
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()
-                                              if p.grad is not None])
-        if args.clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.clip, norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device

@@ -7,6 +7,7 @@ not change the random numbers.
 """
 
 from argparse import Namespace
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -37,25 +38,30 @@ def folder(split, args):
     return load_photos(args.data_dir, split, args.image_size, args.keep_best)
 
 
-# --data NAME: the function that loads it, and its recipe, flags of train_cls.py. data/photos.py
-# chooses the flags that are None. To add a data set, write a function and add an entry here.
+class DataSet(NamedTuple):
+    """A data set of train_cls.py."""
+    load: Callable                              # (split, args) -> Split or Dataset
+    recipe: dict                                # flags of train_cls.py; photo_flags chooses None
+
+
+# To add a data set, write a function, and add an entry here. --data NAME selects the entry.
 DATASETS = {
     # accuracy after 3.2 minutes on 2 CPU cores: rpc 96.8 %, symmetric 96.8 %, softmax 96.1 %
-    "shapes": (shapes, dict(model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64,
-                            lr=2e-3, smoothing=0.0)),
+    "shapes": DataSet(shapes, dict(model="nano", image_size=32, patch_size=4, epochs=8,
+                                   batch_size=64, lr=2e-3, smoothing=0.0)),
     # accuracy after 25 minutes on 2 CPU cores: 70 %
-    "cifar10": (cifar10, dict(model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64,
-                              lr=1e-3, pad=4)),
+    "cifar10": DataSet(cifar10, dict(model="micro", image_size=32, patch_size=4, epochs=8,
+                                     batch_size=64, lr=1e-3, pad=4)),
     # The paper's training, 300 epochs on 4 GPUs. We have not run it. Accuracy in the paper: rpc
     # 70.94 %, symmetric 70.44 %. lr = 5e-4 * batch_size / 512.
-    "imagenet": (imagenet, dict(
+    "imagenet": DataSet(imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
         warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
         repeats=3, ema=0.99996)),
     # your own photos, root/<class>/*.jpg
-    "folder": (folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
-                            batch_size=None, pad=None, keep_best=None, lr=1e-3,
-                            attn="symmetric")),
+    "folder": DataSet(folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
+                                   batch_size=None, pad=None, keep_best=None, lr=1e-3,
+                                   attn="symmetric")),
 }
 
 
@@ -66,7 +72,7 @@ def load_part(split, args):
     """
     if args.data in ("cifar10", "imagenet", "folder") and not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
-    found = DATASETS[args.data][0](split, args)
+    found = DATASETS[args.data].load(split, args)
     if isinstance(found, Split):
         return Split(found.images.to(args.device), found.labels.to(args.device), found.classes)
     return found

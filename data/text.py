@@ -128,7 +128,7 @@ def load_corpus(folder):
     return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
 
 
-def describe(corpus):
+def describe_corpus(corpus):
     """Return a line with the sizes of a corpus and the shares of unknown words in it."""
     unknown = corpus.vocab.get(UNK, -1)
     shares = [100 * (text == unknown).mean() for text in (corpus.train, corpus.valid)]

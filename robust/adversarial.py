@@ -6,8 +6,8 @@ from data.rng import ADVERSARIAL
 from robust.attacks import pgd
 
 
-def adversarial(model, images, targets, first, args):
-    """Return adversarial images to train on: --adv_steps steps of PGD within --adv_eps.
+def adversarial(model, images, targets, first, eps, steps, seed):
+    """Return adversarial images to train on: `steps` steps of PGD within eps.
 
     model: the network, compiled or under autocast as in training. Pass the network itself, without
         its DDP wrapper, because DDP expects a backward pass after each forward pass. The model is
@@ -19,8 +19,7 @@ def adversarial(model, images, targets, first, args):
     """
     index = torch.arange(first, first + len(images), device=images.device)
     model.eval()
-    adv = pgd(model, images.clamp(0, 1), targets, args.adv_eps, steps=args.adv_steps,
-              alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed, index=index,
-              purpose=ADVERSARIAL)
+    adv = pgd(model, images.clamp(0, 1), targets, eps, steps=steps, alpha=2.5 * eps / steps,
+              seed=seed, index=index, purpose=ADVERSARIAL)
     model.train()
     return adv

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,8 +316,7 @@ def test_adversarial_training_moves_pixels_by_eps():
     net = torch.nn.Sequential(Normalize([0.4] * 3, [0.2] * 3), model)
     targets = torch.nn.functional.one_hot(labels, 2).double()
     for eps in (1 / 255, 16 / 255):
-        args = SimpleNamespace(adv_eps=eps, adv_steps=5, seed=0)
-        moved = adversarial(net, images, targets, 0, args)
+        moved = adversarial(net, images, targets, 0, eps, steps=5, seed=0)
         torch.testing.assert_close(moved, images - eps * w.view_as(images).sign())
     assert net.training
 

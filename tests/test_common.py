@@ -1,13 +1,16 @@
 """Tests of common.py: files survive kills and full disks; errors are one line."""
 
+import importlib.util
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 import common
 import train_cls
 from common import InputError, Log, load, save
+from processes import Started, finish
 from runs import refused
 from vit import ViTConfig
 
@@ -160,15 +164,12 @@ def test_a_broken_row_is_named_with_its_line(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("row", [dict(loss=math.nan), dict(eval=dict(top1=-math.inf))])
-def test_a_log_rejects_numbers_not_finite(tmp_path, row):
+def test_numbers_not_finite_are_named(tmp_path):
     log = Log(tmp_path, 0)
-    with pytest.raises(InputError, match="not finite at step 1"):
-        log.append(dict(step=1, **row))
+    for row in (dict(loss=math.nan), dict(eval=dict(top1=-math.inf))):
+        with pytest.raises(InputError, match="not finite at step 1"):
+            log.append(dict(step=1, **row))
     assert common.read_log(log.path) == []
-
-
-def test_a_gradient_not_finite_is_named():
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert common.finite_means(rows, 8) == [2, 3]
     rows[1, 1] = math.inf
@@ -196,69 +197,69 @@ def test_a_failed_download_is_named(tmp_path, monkeypatch):
         load("https://127.0.0.1:9/a.pt")
 
 
-def test_numpy_scalars_and_arrays_are_read(tmp_path):
+def test_numpy_scalars_are_read_other_objects_named(tmp_path):
     state = dict(epoch=np.int64(3), best=np.float64(0.5), loss=np.float32(2), done=np.bool_(True),
                  losses=np.arange(3.0), model={"w": torch.ones(2)})
     torch.save(state, tmp_path / "numpy.pt")
     found = load(tmp_path / "numpy.pt")
     assert [found[name] for name in ("epoch", "best", "loss", "done")] == [3, 0.5, 2, True]
     assert found["losses"].tolist() == [0, 1, 2]
-
-
-def test_objects_in_a_checkpoint_are_named(tmp_path):
     torch.save(dict(config=Fraction(1, 2)), tmp_path / "object.pt")
     with pytest.raises(InputError, match="object.pt holds an object of fractions.Fraction"):
         load(tmp_path / "object.pt")
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- processes and words --------------------------------------------------------------------------
 
-def python(code):
-    return subprocess.Popen([sys.executable, "-c", code], cwd=Path(common.__file__).parent,
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+ROOT = Path(common.__file__).parent
 
 
-@pytest.mark.parametrize("script, without", [
-    ("train_cls", ("torchvision", "torch._dynamo", "weights", "fan")),
-    ("train_lm", ("torchvision", "torch._dynamo")), ("train_seg", ("torch._dynamo",)),
-    ("eval_robust", ("torch._dynamo",))])
-def test_scripts_import_only_needed_packages(script, without):
-    out, _ = python(f"import sys, {script}\n"
-                    f"print([m for m in {without} if m in sys.modules])").communicate()
-    assert out == "[]\n"
-
-
-@pytest.mark.parametrize("script", ["train_cls", "train_seg", "train_lm", "eval_robust", "look",
-                                    "kpca"])
-@pytest.mark.parametrize("own, spins", [({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
-                                        ({"OMP_WAIT_POLICY": "passive"}, "0")])
-def test_waiting_threads_spin_briefly(script, own, spins):
+def test_threads_spin_briefly_and_flush_denormals():
     """libgomp, where PyTorch uses it, prints its settings when it is loaded."""
-    env = {**os.environ, "OMP_DISPLAY_ENV": "verbose"}
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        env.pop(name, None)
-    said = subprocess.run([sys.executable, "-c", f"import {script}"], env={**env, **own}, text=True,
-                          cwd=Path(common.__file__).parent, capture_output=True, check=True).stderr
-    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", said)
-    if not found:
-        pytest.skip("this PyTorch has another OpenMP")
-    assert found == [spins]
+    code = ("import common, torch; torch.set_num_threads(2)\n"
+            "small = lambda: print(int((torch.full((2 ** 20,), 1e-38) * .01 > 0).sum()))\n"
+            "common.run(small)")
+    env = {name: value for name, value in os.environ.items()
+           if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
+                          check=True, env={**env, "OMP_DISPLAY_ENV": "verbose"})
+    assert done.stdout.split() == ["0"]
+    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert spins in ([common.SPINS], [])                        # []: PyTorch has another OpenMP
+
+
+def test_the_users_own_spin_count_wins(monkeypatch):
+    before_torch = (ROOT / "common.py").read_text().split("import numpy")[0]
+    for own, spins in (({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
+                       ({"OMP_WAIT_POLICY": "passive"}, None)):
+        monkeypatch.setattr(os, "environ", dict(own))
+        exec(before_torch, {"__name__": "common"})
+        assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_scripts_import_common_before_torch():
+    scripts = [text for path in ROOT.glob("*.py") if "common.run(" in (text := path.read_text())]
+    assert len(scripts) >= 6
+    for text in scripts:
+        first = re.search(r"^(import|from) (common|torch|attention|vit|data)\b", text, re.M)
+        assert first[2] == "common", text[:100]
 
 
 def test_code_version_names_a_commit_or_no_git(tmp_path):
     version = common.code_version()
     assert version["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
-    shutil.copy(common.__file__, tmp_path)                          # a copy, in no repository
-    subprocess.run(["git", "init", "-q", tmp_path])                 # in one that does not hold it
-    out = subprocess.run([sys.executable, "-c", "import common; print(common.code_version())"],
-                         cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert "'commit': 'no git'" in out
+    subprocess.run(["git", "init", "-q", tmp_path])     # a copy in a repository without common.py
+    shutil.copy(common.__file__, tmp_path)
+    spec = importlib.util.spec_from_file_location("common_copy", tmp_path / "common.py")
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert copy.code_version()["commit"] == "no git"
 
 
-@pytest.mark.parametrize("flag", ["--data_dir", "--resume", "--init_from", "--out_dir"])
-def test_empty_flags_are_errors(flag):
-    assert f"{flag} has an empty value" in refused(train_cls, [flag, ""])
+def test_empty_flags_are_errors():
+    for flag in ("--data_dir", "--resume", "--init_from", "--out_dir"):
+        assert f"{flag} has an empty value" in refused(train_cls, [flag, ""])
 
 
 def test_rpc_layers_are_read():
@@ -270,49 +271,35 @@ def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
     monkeypatch.setattr(common.Log, "folder", None)         # what a test before this one trained
 
     def ended(error):
-        def main():
-            raise error
         with pytest.raises(SystemExit) as e:
-            common.run(main)
+            common.run(partial(fail, error))
         return e.value.code
     assert ended(InputError("--lr nan: a number")) == "error: --lr nan: a number"
     worker = "Caught InputError in DataLoader worker process 0.\n...\ncommon.InputError: no a.jpg"
     assert ended(InputError(worker)) == "error: no a.jpg"
     for bug in (KeyError("bug"), ValueError("too many values to unpack"), FileNotFoundError("x")):
         with pytest.raises(type(bug)):
-            common.run(lambda: (_ for _ in ()).throw(bug))
+            common.run(partial(fail, bug))
+
+
+def fail(error, wait=0):
+    common.WAIT = wait
+    raise error
 
 
 def test_rank_0_alone_prints_an_input_error():
     """Then torchrun ends the waiting ones; an error of one process alone is printed later."""
-    code = ("import common, sys; common.WAIT = float(sys.argv[1])\n"
-            "common.run(lambda: (_ for _ in ()).throw(common.InputError('no a.jpg')))")
-
-    def started(rank, wait):
-        return subprocess.Popen([sys.executable, "-c", code, wait], text=True, env=env | rank,
-                                cwd=Path(common.__file__).parent, stderr=subprocess.PIPE)
-    env = dict(os.environ)
-    first, second, only = (started(dict(RANK=rank), wait)
-                           for rank, wait in (("0", "99"), ("1", "99"), ("1", "0")))
+    first, second, only = (Started(partial(fail, InputError("no a.jpg"), wait), [], RANK=rank)
+                           for rank, wait in (("0", 99), ("1", 99), ("1", 0)))
     assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"
     assert second.poll() is None
-    second.terminate()
+    second.send_signal(signal.SIGTERM)
     assert second.communicate()[1] == ""
 
 
-def test_names_that_are_no_utf8_are_printed(tmp_path):
-    name = "b'caf\\xe9'"
-    out, err = python(f"import common, os; "
-                      f"common.run(lambda: common.print0(os.fsdecode({name})))").communicate()
-    assert out == "caf\\udce9\n", err
-
-
-def test_scripts_flush_denormals_in_every_thread():
-    out, err = python(
-        "import torch, common; torch.set_num_threads(2)\n"
-        "small = lambda: print(int((torch.full((2 ** 20,), 1e-38) * .01 > 0).sum()))\n"
-        "common.run(small)").communicate()
-    assert out.split() == ["0"], err
+def test_names_that_are_no_utf8_are_printed():
+    name = os.fsdecode(b"caf\xe9")
+    assert finish(Started(partial(common.print0, name), [])) == "caf\\udce9\n"
 
 
 def test_bars_in_table_cells_are_escaped():

@@ -25,14 +25,11 @@ def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_training_curves_hold_loss_evaluation_and_speed():
+def test_curves_have_the_numbers_of_the_rows():
     curves = plot.training_curves(LOG)
     assert curves.keys() == {"loss", "top1", "images per second", "share of nonzero S"}
     assert curves["loss"] == {"training": [(2, 2.0), (4, 1.0)], "evaluation": [(2, 1.5), (4, 0.5)]}
     assert curves["share of nonzero S"]["layer 0, PAP step 2"] == [(2, 0.25)]
-
-
-def test_budget_curves_begin_at_clean_accuracy():
     curves = plot.budget_curves(RESULTS)
     assert curves.keys() == {"pgd"} and curves["pgd"].keys() == {"a", "b"}
     assert curves["pgd"]["a"] == [(0, 90.0), (pytest.approx(2), 40.0), (pytest.approx(4), 20.0)]

@@ -155,7 +155,7 @@ def test_rare_and_new_words_become_unk(folder):
     rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
     assert rare.sum() == 2
     said = f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid"
-    assert said in data_text.describe(corpus)
+    assert said in data_text.describe_corpus(corpus)
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
     corpus = load_corpus(text_folder("folder", "new.txt"))  # lines, where no line is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2

@@ -18,7 +18,7 @@ from runs import call, log, make_tree, refused
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
-SMALL = ("--model nano --num_images 160 --image_size 16 --patch_size 4 --batch_size 16 "
+SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 16 "
          "--log_every 1").split()
 IMAGENET = ("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 "
             "--warmup_epochs 1 --num_workers 0 --log_every 1").split()
@@ -95,15 +95,10 @@ def test_init_from_sets_weights_and_model(imagenet, capsys):
     train("--resume like --max_steps 2")                            # needs the file no more
 
 
-def test_all_attentions_start_from_the_same_initialisation(imagenet):
-    """PyTorch's, as in the released RPC code, unless --init asks for DeiT's; a FAN has FAN's."""
-    found = {}
-    for attn in ("rpc", "symmetric", "softmax"):
-        train(IMAGENET, "--max_steps 1 --attn", [attn, "--out_dir", attn, "--data_dir", imagenet])
-        found[attn] = common.load(attn)["model_config"]["init"]
-    assert found == dict(rpc="default", symmetric="default", softmax="default")
-    train(SMALL, "--attn softmax --init trunc_normal --max_steps 1 --out_dir deit")
-    assert common.load("deit")["model_config"]["init"] == "trunc_normal"
+def test_initialisation_is_pytorchs_unless_init_changes_it():
+    for flags, init in (("", "default"), ("--init trunc_normal", "trunc_normal")):
+        train(SMALL, "--attn softmax --max_steps 1 --out_dir", [init], flags)
+        assert common.load(init)["model_config"]["init"] == init
 
 
 def test_matrices_decay_those_of_scaled_attention_too():
@@ -121,15 +116,13 @@ def test_adversarial_images_raise_the_loss_within_eps():
     model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=3, embed_dim=32, depth=2,
                           num_heads=2, attn="rpc", drop_path=0.5)).train()
     images, targets = torch.rand(8, 3, 32, 32), torch.eye(3)[torch.arange(8) % 3]
-    args = Namespace(adv_eps=4 / 255, adv_steps=3, seed=0)
-    moved = adversarial(model, images, targets, 0, args)
+    attack = partial(adversarial, model, eps=4 / 255, steps=3)
+    moved = attack(images, targets, 0, seed=0)
     assert model.training and all(p.grad is None for p in model.parameters())
     assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and not moved.requires_grad
     assert 0 <= moved.min() and moved.max() <= 1
-    again = torch.cat([adversarial(model, images[i:i + 4], targets[i:i + 4], i, args)
-                       for i in (0, 4)])
+    again = torch.cat([attack(images[i:i + 4], targets[i:i + 4], i, seed=0) for i in (0, 4)])
     assert (moved - again).abs().max() < 1e-6       # a sample's start is its own
-    args.seed = 1
-    assert not torch.equal(moved, adversarial(model, images, targets, 0, args))     # another start
+    assert not torch.equal(moved, attack(images, targets, 0, seed=1))               # another start
     model.eval()
     assert F.cross_entropy(model(moved), targets) > F.cross_entropy(model(images), targets)
