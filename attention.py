@@ -170,35 +170,21 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     keep: (B, N) bool, False for padding tokens, which change no other token.
     ValueError for an argument outside these ranges.
 
-    With n_iter = 1 the result is symmetric attention on keys whose entries are clamped to
-    [-tau, tau]. With dual_sign = -1 and as long as S = 0, step i attends with the keys
-    (L_1 + ... + L_{i-1}) - (i - 2) K. A part of the L's that is the same for every token has an
-    effect, too: a vector c that is added to every key adds c.k_j to the score of token j.
     K, S, L and Z are float32 or float64. For bf16 inputs, the error after four steps is 0.4 % with
-    K, S, L and Z in float32, and 1.1 % with K, S, L and Z in bf16.
+    K, S, L and Z in float32, and 1.1 % with K, S, L and Z in bf16. With n_iter = 1 the result is
+    symmetric attention on keys whose entries are clamped to [-tau, tau].
     """
-    check_choice("threshold", threshold, ("times", "over"))
-    check_choice("dual_sign", dual_sign, (-1, 1))
-    mu_over = mu_over or ("seen" if causal else "all")
-    if n_iter < 1:
-        raise ValueError(f"n_iter={n_iter}, expected at least 1 step")
-    if not torch.is_tensor(lambd) and not lambd >= 0:
-        raise ValueError(f"lambd={lambd}, expected a number of at least 0")
-    for name, x in (("v", v), ("q", k if q is None else q)):
-        if x.shape != k.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape of k, "
-                             f"{tuple(k.shape)}: PAP subtracts attention outputs from keys")
+    check_pap(k, v, q, n_iter, lambd, threshold, dual_sign)
 
     # The threshold tau follows from the mean size of a key entry.
     K = k if k.dtype == torch.float64 else k.float()
-    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over, keep=keep)
+    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over or ("seen" if causal else "all"), keep=keep)
     if not torch.is_tensor(lambd) and lambd == math.inf:
         mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
-    # output for the rest. Z sums the errors K - L - S and enters the next step. The last Z is not
-    # used. It costs no measurable time, and with it the loop has the lines of Algorithm 1.
+    # output for the rest. Z sums the errors K - L - S and enters the next step.
     L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
     for _ in range(n_iter):                     # Alg. 1, line 2; Def. 1: n steps
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
@@ -212,6 +198,20 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     if dropout_p:                               # repeat the last step with dropout
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
+
+
+def check_pap(k, v, q, n_iter, lambd, threshold, dual_sign):
+    """Raise ValueError for wrong arguments of rpc_attention."""
+    check_choice("threshold", threshold, ("times", "over"))
+    check_choice("dual_sign", dual_sign, (-1, 1))
+    if n_iter < 1:
+        raise ValueError(f"n_iter={n_iter}, expected at least 1 step")
+    if not torch.is_tensor(lambd) and not lambd >= 0:
+        raise ValueError(f"lambd={lambd}, expected a number of at least 0")
+    for name, x in (("v", v), ("q", k if q is None else q)):
+        if x.shape != k.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape of k, "
+                             f"{tuple(k.shape)}: PAP subtracts attention outputs from keys")
 
 
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
@@ -296,9 +296,6 @@ class SelfAttention(nn.Module):
         check_choice("form", settings["form"], FORMS)
         self.pap = {**FORMS[settings.pop("form")], **settings}          # keywords of rpc_attention
 
-        if not isinstance(ATTENTIONS[attn], tuple):
-            raise ValueError(f"ATTENTIONS[{attn!r}] is {ATTENTIONS[attn]}, expected a pair "
-                             f"(own_queries, function)")
         own_queries, function = ATTENTIONS[attn]
         self.learned = function(self) if isinstance(function, type) else None
         self.num_proj = 3 if own_queries else 2                         # q, k, v or k, v
@@ -374,13 +371,11 @@ def every_pap(**settings):
 
 
 def overridable(function):
-    """Wrap a function with rpc_attention's arguments, so that every_pap can override them."""
+    """Wrap rpc_attention, so that every_pap can override its arguments."""
     @wraps(function)
-    def call(*args, **settings):
-        if overrides:
-            settings.update(zip(("k", "v", "n_iter", "lambd"), args))
-            args = ()
-        return function(*args, **{**settings, **overrides})
+    def call(k, v, n_iter=4, lambd=4.0, **settings):
+        settings.update(n_iter=n_iter, lambd=lambd)
+        return function(k, v, **{**settings, **overrides})
     return call
 
 

@@ -32,6 +32,7 @@ Shapes in the first part: q (M, D), k (N, D), v (N, Dv). In the second part, any
 before: q (..., M, D), k (..., N, D), v (..., N, Dv). All numbers are float64.
 """
 
+import argparse
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -376,6 +377,8 @@ def difference(h, other):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     hand()
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)

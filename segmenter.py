@@ -79,10 +79,6 @@ class SegmenterConfig:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
 
-    def decoder_kind(self, i):
-        """Return the name of the attention in decoder block i. Only block 0 can run PAP."""
-        return "symmetric" if self.decoder_attn == "rpc" and i > 0 else self.decoder_attn
-
     @property
     def encoder(self):                # the ViTConfig of the encoder, a ViT without a head
         own = {f.name: getattr(self, f.name) for f in fields(ViTConfig) if hasattr(self, f.name)}
@@ -105,9 +101,10 @@ class MaskDecoder(nn.Module):
         self.proj_dec = nn.Linear(C, C)
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
+        later = "symmetric" if c.decoder_attn == "rpc" else c.decoder_attn    # PAP: block 0
         self.blocks = nn.ModuleList(
-            Block(C, SelfAttention(C, c.decoder_heads, c.decoder_kind(i), pap=c.pap, attn_drop=drop,
-                                   proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)
+            Block(C, SelfAttention(C, c.decoder_heads, later if i else c.decoder_attn, pap=c.pap,
+                                   attn_drop=drop, proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)
             for i in range(c.decoder_depth))
         self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))

@@ -44,9 +44,9 @@ WEIGHTS = Path(common.__file__).with_name("weights")
 PICTURES = ("idea projection ruler residual where attack equal_cost line "
             "gram recovery pcp pap values leak dense").split()
 COLOUR = {name: colour for name, (colour, _) in FAMILIES.items()}
-plt.rcParams.update({"figure.dpi": 100, "figure.constrained_layout.use": True,
-                     "figure.constrained_layout.h_pad": 0.08, "font.size": 13,
-                     "axes.titlesize": 13, "legend.fontsize": 13, "legend.frameon": False,
+plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 13,
+                     "figure.constrained_layout.h_pad": 0.08, "figure.titlesize": 15,
+                     "figure.titleweight": "bold", "axes.titlesize": 13, "legend.frameon": False,
                      "axes.spines.top": False, "axes.spines.right": False, "image.cmap": "magma",
                      "image.interpolation": "none", "svg.hashsalt": "walkthrough"})
 NOTEBOOK = "ipykernel" in sys.modules
@@ -140,9 +140,13 @@ def scale(axes, label, **how):
     bar.outline.set_visible(False)
 
 
-def headline(figure, words):
-    """Write the finding of a picture above it."""
-    figure.suptitle(words, fontsize=15, fontweight="bold")
+def attack_curve(rows, arm):
+    """Return {budget in 1/255: accuracies in %, one per network} of a variant at equal cost."""
+    curve = {}
+    for row in rows:
+        if row.arm == arm and row.seed < 45 and row.kind in ("clean", "pgd"):
+            curve.setdefault(row.eps or 0, []).append(row.top1)
+    return {eps: curve[eps] for eps in sorted(curve) if eps <= 8}
 
 
 def save(figure, name, **numbers):
@@ -177,8 +181,8 @@ if wanted("idea"):
 
     figure = plt.figure(figsize=(8.6, 3.2))
     left, right = figure.subfigures(1, 2, width_ratios=(1.85, 1))
-    headline(left, "RPC-Attention does not find the noise")
-    headline(right, "No gain in robustness")
+    left.suptitle("RPC-Attention does not find the noise")
+    right.suptitle("No gain in robustness")
     image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
     show(image, corrupted[0], "noise in\nsix patches")
     show(wish, hit[0].double().view(8, 8), "should be\nremoved")
@@ -190,17 +194,15 @@ if wanted("idea"):
         outline(ax, hit[0])
 
     ax = right.subplots()
-    rows = [row for row in arms.stored(arms.STUDIES["criterion"]) if row.seed < 45]
+    rows = arms.stored(arms.STUDIES["criterion"])
     words = {"symmetric": ("baseline", "symmetric", (3.1, 83)),
              "rpc4-l1": ("RPC-Attention", "rpc", (0, 33)),
              "symmetric-adv": ("adversarial\ntraining", "adversarial", (5, 58))}
     for arm, (said, family, at) in words.items():
-        own = [row for row in rows if row.arm == arm and row.kind in ("clean", "pgd")]
-        budgets = sorted({row.eps or 0 for row in own if (row.eps or 0) <= 8})
-        means = [np.mean([row.top1 for row in own if (row.eps or 0) == eps]) for eps in budgets]
-        ax.plot(budgets, means, **look(family))
+        means = {eps: np.mean(found) for eps, found in attack_curve(rows, arm).items()}
+        ax.plot(list(means), list(means.values()), **look(family))
         ax.text(*at, said, color=COLOUR[family])
-        numbers.update({f"{arm} {eps:g}": x for eps, x in zip(budgets, means)})
+        numbers.update({f"{arm} {eps:g}": x for eps, x in means.items()})
     ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal cost",
            ylim=(0, 104), xticks=range(0, 9, 2))
     many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
@@ -225,7 +227,7 @@ if wanted("projection"):
     learned = kpca.attend(queries, keys, values)
 
     figure, axes = plt.subplots(1, 4, figsize=(9, 3.1), sharey=True)
-    headline(figure, "With the values of Theorem 1, attention (colour) is kernel PCA (lines)")
+    figure.suptitle("With the values of Theorem 1, attention (colour) is kernel PCA (lines)")
     for d, ax in enumerate(axes):
         colour = (h[:, d] if d < 3 else learned[:, 0]).view(121, 121).T
         ax.imshow(colour / colour.abs().max(), extent=(-3, 3, -3, 3), origin="lower",
@@ -268,7 +270,7 @@ if wanted("ruler"):
     way = kernel_pca.closed(rows, "softmax", "eig_cos")             # per cent, of five networks
     half = 2.776 * way.std(ddof=1) / math.sqrt(5)                   # Student's t, 4 degrees
     figure, (whole, part) = plt.subplots(2, 1, figsize=(9, 4.2))
-    headline(figure, "Training hardly moves the values towards kernel PCA")
+    figure.suptitle("Training hardly moves the values towards kernel PCA")
     for ax in (whole, part):
         ax.set(yticks=[], ylim=(-1, 1))
         ax.spines["left"].set_visible(False)
@@ -300,7 +302,7 @@ if wanted("residual"):
     _, k, v = attn.project(x)
     last, numbers = 12, {}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
-    headline(figure, "ADMM splits the keys in four steps. Algorithm 1 does not.")
+    figure.suptitle("ADMM splits the keys in four steps. Algorithm 1 does not.")
 
     def draw(name, parts, keys, words, ups, **style):
         """Draw |K - L - S| / |K| and the share of entries of S that are not 0, for each step."""
@@ -345,7 +347,7 @@ if wanted("where"):
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
     figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
-    headline(figure, "S ranks noisy patches low: it follows the size of the key")
+    figure.suptitle("S ranks noisy patches low: it follows the size of the key")
     kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
         corrupted, hit = corrupt_patches(images, kind, patch=4)
@@ -390,7 +392,7 @@ if wanted("attack"):
     budgets, (images, labels), names = (0, 2, 4, 8), scenes(128), list(SHAPES)
     figure, numbers, model = plt.figure(figsize=(9, 4.4)), {}, network("rpc")
     grid = figure.subplots(2, 4)
-    headline(figure, "A change that one hardly sees changes the answer")
+    figure.suptitle("A change that one hardly sees changes the answer")
     for (upper, lower), eps in zip(grid.T, budgets):
         x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
         answers = model(x).argmax(1)
@@ -422,13 +424,9 @@ if wanted("equal_cost"):
              "symmetric-adv": ("baseline, 6 epochs of\nadversarial training", "adversarial",
                                (6.3, 47))}
     figure, ax = plt.subplots(figsize=(9, 4.2))
-    headline(figure, "At equal cost, RPC loses; adversarial training wins under large attacks")
+    figure.suptitle("At equal cost, RPC loses; adversarial training wins under large attacks")
     for arm, (said, family, at) in shown.items():
-        own, curve = [row for row in rows if row.arm == arm and row.seed < 45], {}
-        for row in own:
-            if row.kind in ("clean", "pgd"):
-                curve.setdefault(row.eps or 0, []).append(row.top1)
-        curve = {eps: curve[eps] for eps in sorted(curve) if eps <= 8}
+        curve = attack_curve(rows, arm)
         ax.plot(list(curve), [np.mean(x) for x in curve.values()], **look(family))
         ax.fill_between(list(curve), [min(x) for x in curve.values()],
                         [max(x) for x in curve.values()], color=COLOUR[family], alpha=0.15,
@@ -488,7 +486,7 @@ if wanted("line"):
     epochs = {"symmetric-e4": "4", "symmetric-e6": "6", "symmetric-e8": "8",
               "symmetric-e12": "12", "symmetric-e16": "16", "long-symmetric": "24 epochs"}
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    headline(figure, "Longer training changes more than the choice of attention")
+    figure.suptitle("Longer training changes more than the choice of attention")
     for ax, measure, title in zip(grid, ("pgd 2/255", "15 corruptions"),
                                   ("PGD at 2/255", "15 corruptions")):
         x, y = line.points(of["others"], measure)                   # a band around their trend
@@ -541,7 +539,7 @@ if wanted("gram"):
     shuffled = kpca.kernel_pca(k.gather(0, order))
 
     figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4.3), width_ratios=(1, 1, 1, 1.2))
-    headline(figure, "The first axes of an image's keys show its parts")
+    figure.suptitle("The first axes of an image's keys show its parts")
     most = axes.G.abs().flatten().quantile(0.98)    # a few large entries would hide all others
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
@@ -570,7 +568,7 @@ if wanted("recovery"):
     draws = torch.randn(4, 80, 60, generator=random, dtype=torch.float64)
     shares, numbers = (2, 5, 10, 20, 30, 40, 50), {}
     figure, ax = plt.subplots(figsize=(9, 3.9))
-    headline(figure, "Pursuit needs a low rank and few errors in each row")
+    figure.suptitle("Pursuit needs a low rank and few errors in each row")
     cases = {"rank 3, scattered entries": (3, False, "-o"), "rank 20, scattered entries":
              (20, False, "-.s"), "rank 3, whole rows": (3, True, "--x")}
     for name, (rank, rows, style) in cases.items():
@@ -618,7 +616,7 @@ if wanted("pcp"):
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
     correct, printed = S_first(1 / mu, +1), S_first(mu, -1)
     figure, grid = plt.subplots(1, 4, figsize=(9, 3.3), width_ratios=(1, 1, 1, 1.9))
-    headline(figure, "Algorithm 2 finds L and S once two misprints are corrected")
+    figure.suptitle("Algorithm 2 finds L and S once two misprints are corrected")
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
         ax.set_xlabel("60 columns")
@@ -643,7 +641,7 @@ if wanted("pap"):
     images, hit = corrupt_patches(one_image(), "noise", patch=4)
     k, trace = first_layer(model, images)
     figure = plt.figure(figsize=(9, 4.2))
-    headline(figure, "Algorithm 1 makes attention sharper, and S holds this back")
+    figure.suptitle("Algorithm 1 makes attention sharper, and S holds this back")
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
     grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
     got = [received(step["K2"]) for step in trace]
@@ -724,7 +722,7 @@ if wanted("values"):
              "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
              "random numbers": (0, CONTROL)}
     figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.3, 1))
-    headline(figure, "Trained values score like random matrices, and J is negative")
+    figure.suptitle("Trained values score like random matrices, and J is negative")
     for name, (aside, style) in looks.items():
         cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
                      **dict(linestyle="") | style)
@@ -749,7 +747,7 @@ if wanted("values"):
 # %% E. The loss of a causal model on a word that only later tokens determine.
 if wanted("leak"):
     (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.9)), {}, dict(color=COLOUR["rpc"])
-    headline(figure, "With \u00b5 over all tokens, a causal model reads the future")
+    figure.suptitle("With \u00b5 over all tokens, a causal model reads the future")
     for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
@@ -778,7 +776,7 @@ if wanted("dense"):
         return corrupt(images, "fog", 3, index=index)
 
     figure, grid = plt.subplots(2, 5, figsize=(9, 4.3))
-    headline(figure, "Fog hides objects from Segmenter")
+    figure.suptitle("Fog hides objects from Segmenter")
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]

