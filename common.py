@@ -248,7 +248,8 @@ def start_processes(device_name):
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # Tensors on the CPU are sent by gloo, and tensors on a GPU by nccl.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return rank, world, device
 
 

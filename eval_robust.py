@@ -1043,18 +1043,9 @@ MEASURES = {
 
 def start(args):
     """Join the process group if torchrun started this process; return a `Run`."""
-    best = "mps" if torch.backends.mps.is_available() else "cpu"
-    best = "cuda" if torch.cuda.is_available() else best
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device = torch.device(args.device or best)
-    if "RANK" in os.environ and not args.checks:          # only rank 0 runs the checks
-        gpu = device.type == "cuda"
-        if gpu:
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    rank, world, device = common.start_processes(args.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-    return Run(args, device, rank, 1 if args.checks else world)
+    return Run(args, device, rank, 1 if args.checks else world)    # only rank 0 runs the checks
 
 
 def plan(run):

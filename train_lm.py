@@ -25,7 +25,6 @@ place in the batch). docs/data.md describes GPUs and several processes.
 
 import argparse
 import math
-import os
 import re
 import textwrap
 import time
