@@ -12,8 +12,8 @@ Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
 - The learning rate follows a schedule. In the released code, the schedule is commented out.
 - Mixed precision uses bf16 instead of fp16.
-- Mixup and CutMix mix each image with its neighbour in the batch, and all processes use the same
-  lambda. The released code mixes the batch with the reversed batch.
+- Mixup and CutMix mix images 2i and 2i + 1 of a batch, and all processes use the same lambda. The
+  released code mixes the batch with the reversed batch.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
 sample). docs/data.md describes GPUs and several processes.
@@ -28,7 +28,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import common  # before torch, because it sets how torch's threads wait
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -53,7 +53,8 @@ def get_args():
     # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
+    # Types: COUNT is an int >= 1, NATURAL and SEED are ints >= 0, REAL is a float >= 0, SHARE is a
+    # float in [0, 1). common.number(type, low, high) includes both ends.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="choose the data set, whose recipe sets the defaults of "
@@ -68,9 +69,11 @@ def get_args():
          help="decode ImageNet with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose a ViT's size, or a FAN")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
+         "or of a FAN (fully attentional network)")
     flag("--image_size", type=COUNT, help="use images with this side, in pixels")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
+    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
          "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
@@ -79,14 +82,15 @@ def get_args():
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
          "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="run PAP like the released code, like "
-         "the printed paper (paper), or like the paper with the signs of ADMM (admm)")
+    flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
+         "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch and the released RPC code, or like DeiT (default: trunc_normal for a FAN)")
-    flag("--init_from", help="initialise from this checkpoint, a file or https address, which also "
-         "sets the defaults of --model and --patch_size")
+         "PyTorch and the released RPC code (default), or like DeiT (trunc_normal); without this "
+         "flag, a ViT uses default and a FAN trunc_normal")
+    flag("--init_from", help="initialise from this checkpoint (a file or https address), whose "
+         "model and patch size become the defaults of --model and --patch_size")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
@@ -108,9 +112,10 @@ def get_args():
     flag("--erase", type=SHARE, default=0.0, help="erase a rectangle with this probability")
     flag("--mixup", type=REAL, default=0.0, help="turn on Mixup with this alpha")
     flag("--cutmix", type=REAL, default=0.0, help="turn on CutMix with this alpha")
-    flag("--smoothing", type=SHARE, default=0.1, help="smooth the labels by this share")
-    flag("--repeats", type=COUNT, default=1, help="repeat each image this many times in an epoch, "
-         "which then uses fewer images; the number of steps stays the same")
+    flag("--smoothing", type=SHARE, default=0.1, help="spread this share of each "
+         "label over all classes (label smoothing)")
+    flag("--repeats", type=COUNT, default=1, help="draw 1/REPEATS of the images per epoch, and "
+         "use each drawn image REPEATS times; the number of steps stays the same")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=SEED, default=0, help="draw weights, order and augmentation from this seed")
@@ -119,9 +124,9 @@ def get_args():
     flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
     flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
     flag("--eval_every", type=COUNT, default=1, help="evaluate every EVAL_EVERY epochs")
-    flag("--keep_best", action=boolean, default=False, help="hold out --holdout training images, "
-         "or a tenth, and keep the checkpoint with the lowest loss on them as best.pt (default: on "
-         "for folder, else off)")
+    flag("--keep_best", action=boolean, default=False, help="hold out training images "
+         "(--holdout, or a tenth if --holdout is 0), and keep the checkpoint with the lowest loss "
+         "on them as best.pt (default: on for folder, else off)")
     flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
@@ -132,22 +137,23 @@ def get_args():
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
     from_file = {}
     if given.init_from and not given.resume:
-        from checkpoints import flags_for
-        from_file = flags_for(common.load(given.init_from), SIZES)  # model, patch_size, image_size
+        from checkpoints import flags_for               # flags: model, patch_size, image_size
+        from_file = flags_for(common.load(given.init_from), sizes=SIZES)
         if data != "folder":
             from_file.pop("image_size", None)           # the recipe of the data set sets it
-    args = common.parse_flags(p, {"data": data, **DATASETS[data].recipe, **from_file}, stored)
+    recipe = {"data": data, **DATASETS[data].recipe, **from_file}
+    args = common.parse_flags(p, recipe, stored)
     used = {name: value for name, value in from_file.items() if getattr(args, name) == value}
     if used:
         common.print0(f"flags from {args.init_from}: {used}")
-    args.out_dir = common.run_folder(args, f"out/{data}_{args.attn}")
+    args.out_dir = common.run_folder(args, default=f"out/{data}_{args.attn}")
     return args, checkpoint
 
 
 def pixels(text):
     """Read "2/255" or "0.01" as a float; a type for argparse."""
-    over, _, under = text.partition("/")
-    return float(over) / (float(under or 1) or math.nan)        # 2/0 becomes nan, which is rejected
+    numerator, _, denominator = text.partition("/")
+    return float(numerator) / (float(denominator or 1) or math.nan)     # 2/0 becomes nan, an error
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -164,8 +170,8 @@ def batch_keys(args, n, start, stop, rank, world):
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = epoch_order(n, epoch, args.seed, args.repeats)      # shuffled images
-        batch = order[i * args.batch_size:(i + 1) * args.batch_size]
+            order = epoch_order(n, epoch, args.seed, args.repeats)      # (n,), shuffled images
+        batch = order[i * args.batch_size:(i + 1) * args.batch_size]    # copies are neighbours
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])    # copies apart
         part = slice(rank * b, (rank + 1) * b)
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
@@ -176,19 +182,19 @@ def load_batches(source, keys, args, device, transform=None):
 
     keys: pairs (position, index) as in `batch_keys`. Images and labels are on the device. source: a
     Split, which holds all images on the device, or a Dataset, whose files are decoded by worker
-    processes. transform(images, positions) runs on a GPU, or in the workers if the device is the
-    CPU.
+    processes. transform(images, positions) runs on the device; if the device is the CPU, the
+    workers of a Dataset run it.
     """
     if isinstance(source, Split):
         for position, index in keys:
-            index = send(index, device)                             # the CPU does not wait
+            index = send(index, device)                             # .to(device), non_blocking
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
         return
     in_worker, on_device = (transform, None) if device.type == "cpu" else (None, transform)
     keys = (list(zip(position.tolist(), index.tolist())) for position, index in keys)
     batches = image_batches(source, keys, args.num_workers, device, transform=in_worker)
-    for images, labels, position in batches:
+    for images, labels, position in batches:                    # on the CPU; pinned for a GPU
         images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
         yield (on_device(images, position) if on_device else images), labels, position
 
@@ -200,9 +206,9 @@ def train_batches(source, args, start, stop, device, rank, world):
     transform = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     for images, labels, position in load_batches(source, keys, args, device, transform):
-        images = to_float(images, position, args.seed, args.erase)
+        images = to_float(images, position, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
-        if args.mixup or args.cutmix:                   # lambda is a function of (seed, step)
+        if args.mixup or args.cutmix:                   # (seed, step) determines lambda
             step = position[0].item() // args.batch_size
             images, targets = mix(images, targets, (args.seed, step), args.mixup, args.cutmix)
         yield images, targets, position
@@ -219,23 +225,24 @@ def evaluate(model, source, args, device, rank, world):
     """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)    # the images of this process
-    keys = [(part, part) for part in mine.split(256) if len(part)]
+    keys = [(part, part) for part in mine.split(256) if len(part)]      # positions are not used
+    batches = load_batches(source, keys, args, device)
+    bar = tqdm(batches, desc="evaluating", total=len(keys), leave=False,
+               disable=rank > 0 or None)                    # None: show it in a terminal only
     total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
-    quiet = rank > 0 or None                                # None shows the bar in a terminal only
-    for images, labels, _ in tqdm(load_batches(source, keys, args, device), "evaluating", len(keys),
-                                  disable=quiet, leave=False):
+    for images, labels, _ in bar:
         logits = model(images.float() / 255).float()        # the model takes pixels in [0, 1]
-        right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+        correct = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]       # (b, 5)
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        total += torch.stack([right[:, 0].sum(), right.sum(), loss])
+        total += torch.stack([correct[:, 0].sum(), correct.sum(), loss])
     model.train()
     if world > 1:
         dist.all_reduce(total)
     (top1, top5, loss), n = total.tolist(), len(source.labels)
-    found = dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
+    metrics = dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
     if len(source.classes) < 6:
-        del found["top5"]
-    return found
+        del metrics["top5"]
+    return metrics
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -262,15 +269,15 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, the recipe has None for flags that depend on the images, and
-    # `photo_flags` chooses these flags. `val` has the images to evaluate on: held-out images with
-    # --holdout or --keep_best, else the test images.
+    # Data. For your own images, `photo_flags` looks at the images and chooses the flags that the
+    # recipe leaves open (None), such as --image_size and --epochs. `val` contains the images to
+    # evaluate on: held-out images with --holdout or --keep_best, else the test images.
     if args.download and world > 1:
         raise InputError("--download is for one process; download the data first, without torchrun")
     if args.data == "folder":
         vars(args).update(photo_flags(args))
     train, val = load_data(args, device)
-    common.check_batch_size(args.batch_size, world)
+    common.check_batch_size(args.batch_size, world)                 # a multiple of world
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
                          f"training images; choose a smaller batch")
@@ -281,7 +288,8 @@ def main():
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
+    # Model. The flags describe the model, also with --resume. --init_from loads the weights of the
+    # head only if the number of classes agrees.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
@@ -296,7 +304,7 @@ def main():
     model = Model(config).to(device)
     if world > 1 and device.type == "cuda":                         # for BatchNorm, which a FAN has
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if args.init_from and not args.resume:          # if the number of classes differs, a new head
+    if args.init_from and not args.resume:
         from checkpoints import load_weights
         with common.error_prefix(f"--init_from {args.init_from}"):
             notes = load_weights(model, common.load(args.init_from), new_head=True)
@@ -314,17 +322,17 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     ema = copy.deepcopy(model) if args.ema else None
 
-    # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
-    # weights, their average and the optimiser's state. `load_optimizer` keeps today's --lr and
-    # --weight_decay, which optimizer.load_state_dict would replace. Random numbers have no state,
-    # because they depend on seed, step and sample only.
+    # Resume. The model and the data, which `about` describes, must be the same as before. The
+    # checkpoint contains the weights, their average and the optimiser's state. `load_optimizer`
+    # keeps the settings of this command, such as --weight_decay, which optimizer.load_state_dict
+    # would replace. Random numbers have no state: they depend on seed, step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train.labels))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
         if ema:
-            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])
+            ema.load_state_dict(checkpoint["ema"] or checkpoint["model"])   # None: --ema is new
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
@@ -333,7 +341,8 @@ def main():
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
+    # next row contains flags, commit, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -342,14 +351,14 @@ def main():
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train.labels)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + f" | resumed at step {first}" * bool(first))
+                      + (f" | resumed at step {first}" if first else ""))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     if args.adv_eps:
         from robust.adversarial import adversarial
-    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+    bar = tqdm(range(first, stop), desc="training", total=stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []                            # loss and gradient norm of the steps not yet logged
@@ -358,11 +367,12 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch. Adversarial training changes its pixels so that the network's loss rises.
+        # A batch. Adversarial training changes its pixels so that the network's loss rises. The
+        # attack uses `compiled`, because DDP (`net`) needs a backward pass after each forward pass.
         images, targets, position = next(batches)
         if args.adv_eps:
             with autocast:
-                images = adversarial(compiled, images, targets, position[0].item(),
+                images = adversarial(compiled, images, targets, first=position[0].item(),
                                      eps=args.adv_eps, steps=args.adv_steps, seed=args.seed)
 
         # Forward and backward. Each step and process has its own seed for drop path, so a resumed
@@ -392,8 +402,8 @@ def main():
         logging = saving or done % args.log_every == 0
 
         # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
-        # every step.
+        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
+        # here, and not at every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -407,9 +417,9 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. The paper reports the weights themselves, not their average. Also log two
-        # numbers per layer, mean |k| and the share of nonzero entries of S. They show whether RPC
-        # acts.
+        # Evaluate. The paper reports the weights themselves, not their average. On a few images,
+        # also measure mean |k| and the share of nonzero entries of S in each layer. These numbers
+        # show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -418,7 +428,7 @@ def main():
                     metrics["ema_top1"] = evaluate(ema, val, args, device, rank, world)["top1"]
             if rank == 0:
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
-                                **key_statistics(model, model.forward, images[:32])))
+                                **key_statistics(model, forward=model.forward, inputs=images[:32])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
@@ -457,4 +467,4 @@ def main():
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main)        # prints an InputError as one line
