@@ -28,7 +28,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import common  # before torch, because it sets how torch's threads wait
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -72,7 +72,8 @@ def get_args():
     # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
+    # Types: COUNT is an int >= 1, NATURAL and SEED are ints >= 0, REAL is a float >= 0, SHARE is a
+    # float in [0, 1). common.number(type, low, high) includes both ends.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
@@ -89,11 +90,12 @@ def get_args():
          help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="start from the encoder of this checkpoint, a file or https address, "
-         "which determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
+    flag("--backbone", help="start from the encoder of this checkpoint (a file or https address); "
+         "it determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
          "shapes, else none)")
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
     flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
+    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
          "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
@@ -103,8 +105,8 @@ def get_args():
          "the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper uses "
          "4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, help="run PAP like the released code, like the printed paper "
-         "(paper), or like the paper with the signs of ADMM (admm)")
+    flag("--form", choices=FORMS, help="run PAP like the released code (released), like the "
+         "printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
          "the decoder; rpc is RPC-Attention in its first block (default: the encoder's attention)")
     flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
@@ -147,22 +149,23 @@ def get_args():
     given, checkpoint, stored = common.resumed_run(p, "segmentation")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
 
-    # A backbone determines the encoder. Training on scenes starts from a backbone in weights/,
-    # because a small network learns little from scratch in minutes. If flags describe another
-    # encoder, training starts from scratch.
+    # A backbone determines the encoder, so the encoder's flags become None. Training on scenes
+    # starts from a backbone in weights/, because a small network learns little from scratch in
+    # minutes. --attn then chooses the backbone, and names the run's folder. If other flags of the
+    # encoder are on the command line, training starts from scratch.
     recipe = {**ENCODER, **RECIPES[data]}
-    own = [name for name in ENCODER if getattr(given, name) is not None]
+    given_encoder = [name for name in ENCODER if getattr(given, name) is not None]
     shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
-    if given.backbone and own:
+    if given.backbone and given_encoder:
         raise InputError(f"--backbone {given.backbone} determines the encoder; leave out "
-                         f"--{', --'.join(own)}")
+                         f"--{', --'.join(given_encoder)}")
     if given.backbone:
         recipe.update(dict.fromkeys(ENCODER))
-    elif data == "shapes" and own in ([], ["attn"]) and shipped.exists():
+    elif data == "shapes" and given_encoder in ([], ["attn"]) and shipped.exists():
         recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(shipped), attn="rpc")
     model_flags = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout")
     args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
-    args.out_dir = common.run_folder(args, f"out/seg_{data}_{args.attn or 'backbone'}")
+    args.out_dir = common.run_folder(args, default=f"out/seg_{data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
 
@@ -180,7 +183,7 @@ def batch_keys(args, n, start, stop, rank, world):
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
-            order = epoch_order(n, epoch, args.seed).tolist()
+            order = epoch_order(n, epoch, args.seed).tolist()           # n shuffled images
         first = i * args.batch_size
         keys = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
         yield keys[rank::world] or keys[:1]
@@ -190,15 +193,17 @@ def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
 
     views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1), which
-    fills the border of crops that are smaller than S.
+    fills the border of crops that are smaller than S. height, width: of a crop without its border.
     """
     n, device = len(views.source), mean.device
     keys = batch_keys(args, n, start, stop, rank, world)
     batches = image_batches(views, keys, args.num_workers, device)
-    for images, labels, (position, height, width) in batches:
+    for images, labels, (position, height, width) in batches:   # on the CPU; pinned for a GPU
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-        if position[0] % n % args.batch_size != rank:       # the sample belongs to another process
+        place = position[0] % n % args.batch_size               # of the first sample in the batch
+        if place != rank:                                       # it belongs to another process
             labels.fill_(IGNORE)
+        # Distort colours, convert to float and fill the border.
         images = finish_views(images, height, width, position, args.seed, mean,
                               distorted=args.data != "shapes")
         yield images, labels.long()
@@ -223,8 +228,8 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, the recipe has None for flags that depend on the images, and
-    # `mask_flags` chooses these flags.
+    # Data. For your own images, `mask_flags` looks at the images and chooses the flags that the
+    # recipe leaves open (None), such as --size and --epochs.
     if args.data == "folder":
         vars(args).update(mask_flags(args))
     args.window = args.window or args.size
@@ -232,8 +237,8 @@ def main():
     if args.stride > args.window:
         raise InputError(f"--stride {args.stride} is more than --window {args.window}, so windows "
                          f"would miss pixels; choose a smaller stride")
-    how = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-               num_workers=args.num_workers)                        # settings of an evaluation
+    evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
+                      num_workers=args.num_workers)                 # arguments of `evaluate`
     train = load_segmentation(args, "train")
     val = load_segmentation(args, "val" if args.keep_best else "test")
     split = "validation" if args.keep_best else "test"
@@ -241,7 +246,7 @@ def main():
                   f"{len(train.classes)} classes")
     scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes keep their size
     views = TrainingViews(train, args.size, scales, args.seed)
-    common.check_batch_size(args.batch_size, world)
+    common.check_batch_size(args.batch_size, world)                 # a multiple of world
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     total = args.epochs * epoch_steps
 
@@ -271,7 +276,7 @@ def main():
     if backbone:
         from checkpoints import load_weights
         with common.error_prefix(f"--backbone {args.backbone}"):
-            load_weights(model.encoder, backbone, mode="bilinear")  # resizes positions
+            load_weights(model.encoder, backbone, mode="bilinear")  # for pos_embed
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
@@ -289,10 +294,10 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. The data, `about`, must be the same as before. The checkpoint has the weights and the
-    # optimiser's state. `load_optimizer` keeps today's --lr and --weight_decay, which
-    # optimizer.load_state_dict would replace. Random numbers have no state, because they depend on
-    # seed, step and sample only.
+    # Resume. The data, which `about` describes, must be the same as before. The checkpoint contains
+    # the weights and the optimiser's state. `load_optimizer` keeps the settings of this command,
+    # such as --weight_decay, which optimizer.load_state_dict would replace. Random numbers have no
+    # state: they depend on seed, step and sample only.
     about = dict(classes=list(train.classes), training_images=len(train))
     if checkpoint:
         common.check_unchanged(checkpoint, about)
@@ -306,7 +311,8 @@ def main():
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
+    # next row contains flags, commit, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -315,12 +321,12 @@ def main():
                         device=common.describe(device), parameters=parameters,
                         training_images=len(train)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + f" | resumed at step {first}" * bool(first))
+                      + (f" | resumed at step {first}" if first else ""))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
-    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+    bar = tqdm(range(first, stop), desc="training", total=stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []                            # loss and gradient norm of the steps not yet logged
@@ -360,8 +366,8 @@ def main():
         logging = saving or done % args.log_every == 0
 
         # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
-        # every step.
+        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
+        # here, and not at every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -375,14 +381,15 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. Also log two numbers per layer, mean |k| and the share of nonzero entries of S.
-        # They show whether RPC acts.
+        # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
+        # each layer. These numbers show whether RPC acts.
         metrics = {}
         if evaluating:
-            metrics, _ = evaluate(model, val, **how, rank=rank, world=world, progress="evaluating")
+            metrics, _ = evaluate(model, val, **evaluation, rank=rank, world=world,
+                                  progress="evaluating")            # _: the confusion matrix
             if rank == 0:
                 log.append(dict(step=done, eval=metrics, epoch=epoch,
-                                **key_statistics(model, model.masks, images[:8])))
+                                **key_statistics(model, forward=model.masks, inputs=images[:8])))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
                                 if isinstance(value, float))
             common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
@@ -405,8 +412,8 @@ def main():
     # Draw predictions, and print the result if the last step was evaluated.
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
-        save_pictures(out_dir / "pictures.png", predictions(model.eval(), val, index, **how),
-                      val.classes)
+        images = predictions(model.eval(), val, index, **evaluation)
+        save_pictures(out_dir / "pictures.png", images, val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
@@ -423,4 +430,4 @@ def main():
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main)        # prints an InputError as one line
