@@ -13,7 +13,7 @@
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
 `IDSIA/lmtool-fwp`. Differences from that code:
 - Batches are windows from random places of the text, not consecutive text in a fixed order.
-- The first update has the lowest learning rate, not the highest.
+- The warm-up begins at the first update. In that code, this update has the highest rate.
 - Unknown words become <unk> instead of an error.
 - GPUs use bf16 (float32 with --no-amp).
 
@@ -31,7 +31,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import common  # before torch, because it sets how torch's threads wait
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -67,7 +67,8 @@ def get_args():
     # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
     p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
                                 usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # COUNT: int from 1. NATURAL, SEED: int from 0. REAL: float from 0. SHARE: float in [0, 1).
+    # Types: COUNT is an int >= 1, NATURAL and SEED are ints >= 0, REAL is a float >= 0, SHARE is a
+    # float in [0, 1). common.number(type, low, high) includes both ends.
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
@@ -78,7 +79,8 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
-    flag("--context", type=COUNT, help="read this many tokens (default: set by --model)")
+    flag("--context", type=COUNT, help="use windows of this many tokens (default: set by --model)")
+    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
          help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric elsewhere")
@@ -88,11 +90,11 @@ def get_args():
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
     flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
          "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="run PAP like the released code, like "
-         "the printed paper (paper), or like the paper with the signs of ADMM (admm)")
+    flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
+         "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
-         "token t from tokens 0 to t, from token t alone, or from the whole window like the paper; "
-         "with all, the model reads the future")
+         "token t from tokens 0 to t (seen), from token t alone (token), or from the whole window "
+         "like the paper (all); with all, the model reads the future")
     flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters of words start "
          "at these ids, for example 20000,40000,200000; none uses the full softmax")
     flag("--dropout", type=SHARE, default=0.1, help="drop activations at this rate")
@@ -107,7 +109,7 @@ def get_args():
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
          "and continue --prompt instead of training")
-    flag("--words", type=NATURAL, default=40, help="write samples of this many words")
+    flag("--words", type=NATURAL, default=40, help="sample this many words (0: none in training)")
     flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
 
     flag = p.add_argument_group("running").add_argument
@@ -128,11 +130,12 @@ def get_args():
     # command line, and `stored` the flags of the resumed run.
     given, checkpoint, stored = common.resumed_run(p, "language modelling")
     data = given.data or stored.get("data") or ("folder" if given.data_dir else "pydoc")
-    args = common.parse_flags(p, {"data": data, **RECIPES[data]}, stored)
+    recipe = {"data": data, **RECIPES[data]}
+    args = common.parse_flags(p, recipe, stored)
 
     if not args.sample:
         name = "text" if data == "folder" else data
-        args.out_dir = common.run_folder(args, f"out/{name}_{args.attn}")
+        args.out_dir = common.run_folder(args, default=f"out/{name}_{args.attn}")
     args.context = args.context or LM_SIZES[args.model]["context"]
     return args, checkpoint
 
@@ -144,9 +147,9 @@ def load_text(args):
 
     InputError if a text has only --context tokens or fewer, because a window needs one more.
     """
-    folder = text_folder(args.data, args.data_dir)
+    folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
     corpus = load_corpus(folder)
-    for split in SPLITS:
+    for split in SPLITS:                                # train, valid and test
         count = len(getattr(corpus, split))
         if count <= args.context:
             raise InputError(f"--context {args.context}: the {split} text in "
@@ -164,7 +167,7 @@ def train_batches(tokens, args, start, stop, device, rank, world):
     b = args.batch_size // world
     for step in range(start, stop):
         windows = random_windows(tokens, step, args.batch_size, args.context, args.seed,
-                                 slice(rank * b, (rank + 1) * b))
+                                 part=slice(rank * b, (rank + 1) * b))
         if device.type == "cuda":
             windows = windows.pin_memory()
         yield windows.to(device, non_blocking=True)
@@ -175,8 +178,8 @@ def train_batches(tokens, args, start, stop, device, rank, world):
 def evaluate(model, corpus, args, rank, world):
     """Return dict(perplexity) of the valid text: exp(mean loss per token).
 
-    The text is cut into segments of --context tokens, and each token is predicted from its segment
-    alone. The processes share the segments.
+    Segment-wise: the text is cut into segments of --context tokens, and each token is predicted
+    from its segment alone. The processes share the segments.
     """
     nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context, rank=rank,
                        world=world, progress="evaluating")
@@ -200,7 +203,7 @@ def sample(model, vocab, args, device):
     """Return --prompt and the next --words words as prose. The same seed gives the same text."""
     generator = torch.Generator(device).manual_seed(args.seed)
     prompt = prompt_ids(args.prompt, vocab).to(device)
-    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
+    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]     # no first <eos>
     model.train()
 
     # Turn tokens into prose: "in @-@ word" becomes in-word, and "1 @,@ 000" becomes 1,000.
@@ -249,21 +252,22 @@ def main():
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)
-    common.check_batch_size(args.batch_size, world)
+    common.check_batch_size(args.batch_size, world)                 # a multiple of world
 
-    # Model. The flags describe the model. With --resume, the checkpoint must have the same one.
+    # Model. The flags describe the model, also with --resume.
     size = {**LM_SIZES[args.model], "context": args.context}
     try:
         cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
     except ValueError:
         raise InputError(f"--cutoffs {args.cutoffs}: expected none, or ids such as "
                          f"20000,40000,200000") from None
-    config = LMConfig(len(vocab), **size, attn=args.attn, dropout=args.dropout, cutoffs=cutoffs,
+    config = LMConfig(vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                               mu_over=args.mu_over))
+                               mu_over=args.mu_over), cutoffs=cutoffs)
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
+    # The property is true for --mu_over all. The function runs the model, to test its masks.
     if not config.reads_the_future and reads_the_future(model):
         raise InputError(f"--attn {args.attn}: the output for a word depends on later words; mask "
                          f"later words in attention.py if causal is true")
@@ -273,10 +277,10 @@ def main():
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume. The data, `about`, and the model must be the same as before. The checkpoint has the
-    # weights and the optimiser's state. `load_optimizer` keeps today's settings of the optimiser,
-    # which optimizer.load_state_dict would replace. Random numbers have no state, because they
-    # depend on seed, step and place in the batch only.
+    # Resume. The model and the data, which `about` describes, must be the same as before. The
+    # checkpoint contains the weights and the optimiser's state. `load_optimizer` keeps the
+    # settings of this command, which optimizer.load_state_dict would replace. Random numbers have
+    # no state: they depend on seed, step and place in the batch only.
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
     if checkpoint:
         common.check_unchanged(checkpoint, {**about, **asdict(config)})
@@ -292,7 +296,8 @@ def main():
     compiled = torch.compile(model) if args.compile else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. The first row contains flags, code, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
+    # next row contains flags, commit, hardware and data.
     out_dir = Path(args.out_dir)
     if rank == 0:
         log = common.Log(out_dir, first)
@@ -301,12 +306,12 @@ def main():
                         device=common.describe(device), parameters=parameters,
                         train_tokens=len(corpus.train), vocab_size=len(vocab)))
         common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + f" | resumed at step {first}" * bool(first))
+                      + (f" | resumed at step {first}" if first else ""))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
-    bar = tqdm(range(first, stop), "training", stop, initial=first, unit="step",
+    bar = tqdm(range(first, stop), desc="training", total=stop, initial=first, unit="step",
                disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
     began = clock = time.time()
     pending = []                            # loss and gradient norm of the steps not yet logged
@@ -319,7 +324,7 @@ def main():
         windows = next(batches)
 
         # Forward and backward. Each step and process has its own seed for dropout, so a resumed run
-        # draws the same masks.
+        # draws the same masks. `net` returns one loss per token.
         torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
@@ -340,8 +345,8 @@ def main():
         logging = saving or done % args.log_every == 0
 
         # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run if a loss or gradient is not finite. The CPU waits for the device here, and not at
-        # every step.
+        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
+        # here, and not at every step.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -354,8 +359,8 @@ def main():
             if bar.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
 
-        # Evaluate, and write a sample. Also log two numbers per layer, mean |k| and the share of
-        # nonzero entries of S. They show whether RPC acts.
+        # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
+        # nonzero entries of S in each layer. These numbers show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -365,7 +370,8 @@ def main():
                 if args.words and not config.reads_the_future and metrics["perplexity"] < math.inf:
                     text = sample(model, vocab, args, device)
                 log.append(dict(step=done, eval=metrics, sample=text,
-                                **key_statistics(model, model.hidden, windows[:8, :-1])))
+                                **key_statistics(model, forward=model.hidden,
+                                                 inputs=windows[:8, :-1])))
                 if text:
                     common.print0(textwrap.shorten(text, 100))
             numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
@@ -401,4 +407,4 @@ def main():
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run(main)        # prints an InputError as one line
