@@ -112,7 +112,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 def number(kind, low, high=1e30):
-    """Return a type for argparse: an int or float from low to high (1e30 fits in float32)."""
+    """Return a type for argparse: an int or float in [low, high]; 1e30 fits in float32."""
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
@@ -130,7 +130,7 @@ SEED = number(int, 0, 2 ** 31 - 1)
 
 
 def device(name):
-    """Return the name of a device that this PyTorch can use; a type for argparse."""
+    """Return `name` if it is a device that this PyTorch can use; a type for argparse."""
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, NotImplementedError):
@@ -150,8 +150,8 @@ def one_of(name, value, known):
 def parse_layers(text, depth):
     """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers, each from 0 to depth - 1."""
     try:
-        ends = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
-        layers = tuple(i for e in ends for i in range(int(e[0]), int(e[-1]) + 1))
+        spans = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
+        layers = tuple(i for span in spans for i in range(int(span[0]), int(span[-1]) + 1))
     except ValueError:
         layers = ()
     if layers and set(layers) <= set(range(depth)):
@@ -187,9 +187,9 @@ def resumed_run(parser, task):
 def parse_flags(parser, recipe, stored, fixed=()):
     """Parse the flags. Priority: command line, then the resumed run, then the recipe.
 
-    recipe: a dict of flags. stored: the flags of the resumed run, from `resumed_run`. fixed: names
-    of flags that --resume cannot change. --resume cannot change --batch_size either, because the
-    position in the data is counted in steps. Prints the flags that differ from the stored ones.
+    recipe: {flag: default}. stored: {flag: value} of the resumed run, from `resumed_run`. fixed:
+    names of flags that --resume cannot change. --resume cannot change --batch_size either, because
+    the position in the data is counted in steps. Prints the flags that differ from `stored`.
     InputError if a flag is empty or must not change, or if --data_dir does not fit --data.
     """
     parser.set_defaults(**{**recipe, **stored})
@@ -212,7 +212,10 @@ def parse_flags(parser, recipe, stored, fixed=()):
 
 
 def check_no_empty_value(args, allowed=("prompt",)):
-    """Raise InputError if a flag is empty text, as "$PHOTOS" is if that variable is not set."""
+    """Raise InputError if a flag is empty, for example because a shell variable in it is not set.
+
+    allowed: flags that may be empty.
+    """
     for name, value in vars(args).items():
         if name not in allowed and (value == "" or isinstance(value, list) and "" in value):
             raise InputError(f"--{name} has an empty value: give a value, or leave --{name} out")
@@ -269,7 +272,7 @@ class Log:
     def __init__(self, folder, step):
         """Create the folder and the log. A resumed run keeps the rows up to `step`."""
         self.path = Path(folder, "log.jsonl")
-        kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
+        rows_kept = sum(row["step"] <= step for row in read_log(self.path)) if step else 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = open(self.path, "a+", encoding="utf-8")
@@ -277,7 +280,7 @@ class Log:
                 import fcntl
                 fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.file.seek(0)
-            self.file.truncate(sum(len(line.encode()) for line in islice(self.file, kept)))
+            self.file.truncate(sum(len(line.encode()) for line in islice(self.file, rows_kept)))
             for leftover in self.path.parent.glob("*.tmp"):         # from a killed process
                 leftover.unlink()
         except BlockingIOError:
@@ -336,10 +339,10 @@ def describe(device):
     """Return the name of the hardware. Logs contain it, because processors round differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")            # Linux; a name alone may stand for several processors
+    path = Path("/proc/cpuinfo")            # Linux; different processors can have the same name
     cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
     words = {"model name": "", "cpu family": "family ", "model": "model "}
-    name = " ".join(word + cpu[of] for of, word in words.items() if of in cpu)
+    name = " ".join(word + cpu[key] for key, word in words.items() if key in cpu)
     return ", ".join([device.type, *filter(None, [name]), f"{torch.get_num_threads()} threads"])
 
 
@@ -434,7 +437,8 @@ def load(path):
     return checkpoint
 
 
-# The types and functions in a pickled NumPy scalar or array; NumPy 1 and 2 name them differently.
+# The types and functions in a pickled NumPy scalar or array. A function is a pair (function, its
+# name in the file), because NumPy 1 and 2 give it different names.
 NUMPY = [np.ndarray, np.dtype, *{type(np.dtype(code)) for code in "?" + np.typecodes["AllInteger"] +
                                  np.typecodes["AllFloat"] + "SU"}]
 NUMPY += [(getattr(np._core.multiarray, name), f"numpy.{core}.multiarray.{name}")
@@ -469,27 +473,24 @@ def load_optimizer(optimizer, state):
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 
-def stored_config(checkpoint, config):
-    """Return a checkpoint's model_config as the dataclass `config`.
+def stored_config(checkpoint, config_class):
+    """Return a checkpoint's model_config as an object of a dataclass, such as ViTConfig.
 
-    Fields that `config` does not have, for example from a subclass, are left out and printed.
+    Fields that the class does not have, for example from a subclass, are left out and printed.
     """
     stored = checkpoint["model_config"]
-    unknown = stored.keys() - {f.name for f in fields(config)}
+    unknown = stored.keys() - {f.name for f in fields(config_class)}
     if unknown:
-        print0(f"left out, because {config.__name__} has no such field: "
+        print0(f"left out, because {config_class.__name__} has no such field: "
                f"{', '.join(sorted(unknown))}")
-    return config(**{name: value for name, value in stored.items() if name not in unknown})
+    return config_class(**{name: value for name, value in stored.items() if name not in unknown})
 
 
-def rebuild(checkpoint, task, model, config):
-    """Return the model of a checkpoint, in eval mode. model, config: classes of model and config.
-
-    InputError if the checkpoint belongs to another task.
-    """
+def rebuild(checkpoint, task, model_class, config_class):
+    """Return the model of a checkpoint, in eval mode. InputError if it belongs to another task."""
     if checkpoint.get("task") != task:
         raise InputError(f"its task is {checkpoint.get('task')}, expected {task}")
-    model = model(stored_config(checkpoint, config))
+    model = model_class(stored_config(checkpoint, config_class))
     load_known(model, checkpoint["model"])
     return model.eval()
 
@@ -501,24 +502,24 @@ def load_known(model, weights):
     weights inside a block are an error, because without them the block would compute something
     else. Missing weights and other shapes are errors, too.
     """
-    def some(names):
+    def first_three(names):
         return ", ".join(names[:3]) + f" ... ({len(names)} in all)" * (len(names) > 3)
 
     own = model.state_dict()
-    others = [name for name in weights if name not in own and "blocks." not in name]
-    extra = [name for name in weights if name not in own and name not in others]
+    left_out = [name for name in weights if name not in own and "blocks." not in name]
+    extra = [name for name in weights if name not in own and name not in left_out]
     missing = [name for name in own if name not in weights]
     shapes = [f"{name} {tuple(weights[name].shape)}, expected {tuple(w.shape)}"
               for name, w in own.items() if name in weights and weights[name].shape != w.shape]
-    problems = [words + some(names) for words, names in (
+    problems = [words + first_three(names) for words, names in (
         ("it lacks ", missing), ("the model cannot use its ", extra),
         ("it has other shapes: ", shapes)) if names]
     if problems:
         raise InputError(f"the weights do not fit the {type(model).__name__}: "
                          f"{'; '.join(problems)}. Expected a checkpoint of the same kind of model")
-    if others:
-        print0(f"left out, because the model has no such weights: {', '.join(others)}"[:300])
-    model.load_state_dict({name: w for name, w in weights.items() if name not in others})
+    if left_out:
+        print0(f"left out, because the model has no such weights: {', '.join(left_out)}"[:300])
+    model.load_state_dict({name: w for name, w in weights.items() if name not in left_out})
 
 
 def table(rows, header):
