@@ -238,7 +238,7 @@ def main():
         raise InputError(f"--stride {args.stride} is more than --window {args.window}, so windows "
                          f"would miss pixels; choose a smaller stride")
     evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-                      num_workers=args.num_workers)                 # arguments of `evaluate`
+                      num_workers=args.num_workers)                 # for `evaluate`, `predictions`
     train = load_segmentation(args, "train")
     val = load_segmentation(args, "val" if args.keep_best else "test")
     split = "validation" if args.keep_best else "test"
@@ -412,8 +412,8 @@ def main():
     # Draw predictions, and print the result if the last step was evaluated.
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
-        images = predictions(model.eval(), val, index, **evaluation)
-        save_pictures(out_dir / "pictures.png", images, val.classes)
+        triples = predictions(model.eval(), val, index, **evaluation)   # image, truth, prediction
+        save_pictures(out_dir / "pictures.png", triples, val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
