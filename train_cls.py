@@ -377,7 +377,7 @@ def main():
 
         # Forward and backward. Each step and process has its own seed for drop path, so a resumed
         # run draws the same masks.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()

@@ -325,7 +325,7 @@ def main():
 
         # Forward and backward. Each step and process has its own seed for dropout, so a resumed run
         # draws the same masks. `net` returns one loss per token.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()

@@ -239,7 +239,7 @@ def main():
                          f"would miss pixels; choose a smaller stride")
     evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                       num_workers=args.num_workers)                 # for `evaluate`, `predictions`
-    train = load_segmentation(args, "train")
+    train = load_segmentation(args, "train")                        # a Dataset with .classes
     val = load_segmentation(args, "val" if args.keep_best else "test")
     split = "validation" if args.keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
@@ -341,14 +341,14 @@ def main():
         # Forward and backward. The loss is the mean over the labelled pixels of all processes. The
         # factor `world` is needed, because DDP averages gradients over processes. Each step and
         # process has its own seed for dropout and drop path, so a resumed run draws the same masks.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
         pixels = (labels != IGNORE).sum()
         if world > 1:
             dist.all_reduce(pixels)
         with autocast:
             logits = net(images)
         loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
-        loss = world * loss / pixels.clamp(min=1)                   # no labelled pixel: loss 0
+        loss = world * loss / pixels.clamp(min=1)                   # loss 0 without labelled pixels
         loss.backward()
 
         # Clip the gradient, and update the weights.
