@@ -226,7 +226,7 @@ def test_second_run_adds_missing_rows(first_run):
     lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
     cut = folder / "cut"
     cut.mkdir()
-    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])   # killed inside a line
+    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])  # killed inside a line
     run(*models, *QUICK, "--out_dir", cut)
     assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))   # kept
     whole, added = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
