@@ -10,7 +10,7 @@ from processes import Started, run_in
 
 
 def run_without_packages(words):
-    """Run a command after all modules of scipy and matplotlib were blocked."""
+    """Block all modules of scipy and matplotlib, then run a command."""
     for name in ["scipy", "matplotlib", *sys.modules]:
         if name.split(".")[0] in ("scipy", "matplotlib"):
             sys.modules[name] = None
