@@ -195,9 +195,9 @@ def size_rule(h, w, ratio, size=256):
 def wikitext(path, tokens, swapped):
     """Return the lines of a WikiText-103 file, and its numbers of tokens and of swapped words.
 
-    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file; the
-    second one comes from textattack. Without the file, the lines are a synthetic text of the same
-    kind. There every word may be swapped: 1.5 % of the words of a line, at least one.
+    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file;
+    textattack computed the second number. Without the file, return a synthetic text of the same
+    kind, in which 1.5 % of the words of each line are swapped, at least one.
     """
     if path.exists():
         return path.read_text().split("\n")[:-1], tokens, swapped

@@ -88,7 +88,7 @@ def finish(process):
 
 
 def group(main, flags, world=2, errors=False, **env):
-    """Start `world` processes like torchrun does; return the stdout of each process.
+    """Start `world` processes as torchrun does; return the stdout of each process.
 
     env: environment variables, which override torchrun's.
     errors: return (stdout, stderr) of each process.

@@ -53,7 +53,7 @@ def test_members_are_as_strong_as_pyautoattack(own, name):
     reference = robust(model, pyautoattacks(name, model).perturb(images, labels), labels)
     adv = MEMBERS[name](model, images, labels, EPS, **FEWER[name])
     ours, clean = robust(model, adv, labels), robust(model, images, labels)
-    assert reference.sum() < clean.sum() - 15             # it fools more than 15 images
+    assert reference.sum() < clean.sum() - 15             # pyautoattack fools more than 15
     assert abs(int(ours.sum() - reference.sum())) <= (4 if name == "square" else 1)      # of 100
 
 
@@ -185,7 +185,7 @@ def test_box_projection_equals_pyautoattack():
     v = (1.6 * torch.rand(B, n, generator=rng, dtype=torch.float64) - 0.3).clamp(0, 1)
     w = torch.randn(B, n, generator=rng, dtype=torch.float64) ** 3
     w = w * (torch.rand(B, n, generator=rng) < 0.8)
-    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of the largest distance
+    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of the largest change
     down, up = ((w.abs() * torch.where(w * side > 0, v, 1 - v)).sum(1) for side in (1, -1))
     b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
     d = box_projection(v, w, b)

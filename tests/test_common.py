@@ -78,7 +78,7 @@ def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
             save(path, bad)
     assert load(path) == dict(step=1)
     assert error is None or os.listdir(tmp_path) == ["last.pt"]
-    save(path, dict(step=3))                                        # left files do not disturb
+    save(path, dict(step=3))                                        # remains do no harm
     assert load(path) == dict(step=3)
 
 
@@ -249,7 +249,7 @@ def test_code_version_names_a_commit_or_no_git(tmp_path):
     version = common.code_version()
     assert version["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
-    subprocess.run(["git", "init", "-q", tmp_path])     # a repository without common.py
+    subprocess.run(["git", "init", "-q", tmp_path])     # common.py is not tracked here
     shutil.copy(common.__file__, tmp_path)
     spec = importlib.util.spec_from_file_location("common_copy", tmp_path / "common.py")
     copy = importlib.util.module_from_spec(spec)
@@ -288,7 +288,7 @@ def fail(error, wait=0):
 
 
 def test_rank_0_alone_prints_an_input_error():
-    """Rank 1 waits for torchrun to end it; it prints its error only if nothing ends it."""
+    """Rank 1 waits until torchrun ends the process; the error is printed only after this wait."""
     first, second, only = (Started(partial(fail, InputError("no a.jpg"), wait), [], RANK=rank)
                            for rank, wait in (("0", 99), ("1", 99), ("1", 0)))
     assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"

@@ -215,7 +215,7 @@ def test_numbers_depend_on_seed_image_severity(large, name):
     images = scenes(1, 64).expand(3, -1, -1, -1)
 
     def run(**options):
-        return corrupt(images, name, 2, **options)        # large, because short motions coincide
+        return corrupt(images, name, 2, **options)        # `large`: short motions can be equal
     first = run()
     assert torch.equal(first, run(seed=0, index=[0, 1, 2]))
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])

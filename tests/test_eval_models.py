@@ -291,7 +291,7 @@ def test_own_pap_attention_is_attacked_adaptively(tmp_path, monkeypatch):
     pgd, symmetric_pgd, adaptive, symmetric = rows
     assert "plain" not in adaptive and symmetric["plain"]
     assert symmetric["right"] == symmetric_pgd["right"] and adaptive["top1"] <= pgd["top1"]
-    assert adaptive["mean_l2"] != pgd["mean_l2"]          # other images stay correct
+    assert adaptive["mean_l2"] != pgd["mean_l2"]          # other images may be left
 
 
 # --- some of ImageNet's classes ------------------------------------------------------------------

@@ -699,7 +699,7 @@ def test_rows_with_different_keys_have_own_lines():
 def test_rows_go_to_run_folder_checks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # no run's file: rows in out/
+    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # no log.jsonl: rows in out/
     (tmp_path / "log.jsonl").write_text("")
     run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
     assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust")] == [1, 1]

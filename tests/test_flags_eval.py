@@ -66,7 +66,7 @@ def by_hand(place, eps, paper):
 
 @pytest.mark.parametrize("preset, k, largest", [("default", 0.4, 1), ("paper", 3, 0.229)])
 def test_rows_equal_plain_loops_under_other_flags(place, tmp_path, preset, k, largest):
-    """Compare rows of runs with --eps k/255 with by_hand.
+    """Compare the rows at --eps k/255 with by_hand().
 
     largest: the largest change of a pixel for eps 1; with the paper preset, the largest std of a
     channel. One image near the decision boundary may differ, because the loops form other batches

@@ -228,7 +228,7 @@ def test_another_folder_is_evaluated_whole(capsys):
     assert "photos2" in capsys.readouterr().out
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
-    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
+    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is enough
 
 
 def test_only_missing_flags_are_chosen():
@@ -419,7 +419,7 @@ def test_palettes_must_agree_across_files():
             palette_png(path, np.array(Image.open(path)), colours)
     assert find_values("agree") == ([0, 1, 2], [255])
     path, values = "differ/annotations/04.png", np.array(Image.open("differ/annotations/04.png"))
-    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])      # an unused colour
+    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])  # unused colours may differ
     assert find_values("differ")[0] == [0, 1, 2]
     palette_png(path, values, [*colours[:3], *colours[6:], *colours[3:6]])
     for find in (find_values, lambda root: [*own_folder(root, "train", [0, 1, 2], [255])],

@@ -3,7 +3,7 @@
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
     python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
-Without a GPU, the CPU takes its place, so that these tests run everywhere. They are small then,
+Without a GPU, the CPU takes its place, so that these tests run everywhere. Then the tests are small,
 because a CPU that is compared with itself shows little. Tests that need a GPU are skipped.
 """
 
@@ -296,7 +296,7 @@ def test_a_corruption_equals_the_cpus_within_a_level(name, device, note):
 
 
 def test_training_images_equal_the_cpus(device, note):
-    """Distorted images are equal. RandAugment rounds 1 of 10,000 pixels differently at most."""
+    """Distorted images are equal. RandAugment rounds at most 1 of 10,000 pixels differently."""
     images = load_shapes("test", full(256, 8)).images
     found = []
     for augment in (lambda x: distort(x, uniform(torch.arange(len(x)), COLUMNS, 0)),
@@ -386,7 +386,7 @@ def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypa
 COMPILED = full([(network, attn) for network in ("vit", "seg", "lm")
                  for attn in (*KINDS, "sym_asym") if network == "vit" or attn != "scaled_s"],
                 [("vit", "scaled_s"), ("lm", "rpc")])
-BACKEND = full("inductor", "aot_eager")             # on a CPU, Inductor takes half a minute of C++
+BACKEND = full("inductor", "aot_eager")     # on a CPU, Inductor compiles C++ for half a minute
 
 
 def build(network, attn):

@@ -139,7 +139,7 @@ def test_theorem_1_is_exact(N, D, size):
     assert exact_scaling(k, V).abs().max() < 1e-9 * V.abs().max()           # (I - S) V = V
     assert axes.sigma[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12   # 1 / min g
     assert int(axes.rank) <= N - 1
-    assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # not 1 / sqrt(noise)
+    assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # no 1 / sqrt(rounding)
 
 
 def test_axes_are_fewer_than_keys_with_fixed_sign():

@@ -104,7 +104,7 @@ def test_dropout_acts_everywhere_but_on_attention_weights():
     seen = []
     model.drop.register_forward_hook(lambda *call: seen.append(call[-1]))
     model.hidden(words())
-    # embedding + position, final state
+    # dropout acts on embedding + position, and on the final state
     assert [(x == 0).any().item() for x in seen] == [True, True]
 
 
@@ -201,7 +201,7 @@ def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
     assert_close(ours, plain)
     for x, y in zip(*(torch.autograd.grad(nats @ weight, (h, W, b)) for nats in (ours, plain))):
         assert_close(x, y)
-    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # twice: backward, too
+    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # forward, backward
     assert torch.autograd.gradcheck(lambda *x: chunked_nll(*x, t), (h, W, b))
 
 

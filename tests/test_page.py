@@ -165,7 +165,8 @@ def test_live_attack_keeps_budget_and_lowers_margin():
 
 @needs_node
 def test_own_picture_is_resized_as_in_evaluation():
-    photo = load_shapes("test", 1, size=96).images[0]       # cuts 6.5 or 7.5 rows; small
+    photo = load_shapes("test", 1, size=96).images[0]
+    # 6.5 and 7.5 pixels are cut from the first two pictures; the last one is small
     for picture in (photo[:, :67], photo[:, :64, :94], photo[:, :20, :20]):
         _, height, width = picture.shape
         rgba = torch.cat([picture, torch.full((1, height, width), 255)])

@@ -104,9 +104,9 @@ def test_contrast_comes_second_or_last():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
     first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]])
                    for coin in (0.49, 0.51))
-    # 1.49 times, then S 77 -> 114
+    # first contrast x 1.49, then saturation 77 -> 114
     assert distort(pink, first).flatten().tolist() == [255, 141, 141]
-    # S 102 -> 151, then 1.49 times
+    # first saturation 102 -> 151, then contrast x 1.49
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]
 
 

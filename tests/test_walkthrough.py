@@ -73,7 +73,7 @@ def test_cells_compute_stored_numbers_own_image_differs(tmp_path):
         assert found[name] == pytest.approx(NUMBERS[name], rel=0.02, abs=1e-5), name
 
 
-# New formulas of the lecture, each checked by a number (stop 1).
+# The cell of stop 1 checks each new formula of the lecture by a number.
 def test_formulas_of_stop_1_hold_numerically():
     found = NUMBERS["projection"]
     assert found["difference"] < 1e-14          # Theorem 1

@@ -50,7 +50,8 @@ def test_classifiers_have_the_stated_recipe_and_accuracy(name, monkeypatch):
     with torch.no_grad():
         right = model(scenes.images / 255).argmax(1) == scenes.labels
     stated = float(STATED[name])
-    assert 100 * right.double().mean().item() == pytest.approx(stated, abs=1)    # on 3,200
+    # weights/README.md states the accuracy on 3,200 scenes
+    assert 100 * right.double().mean().item() == pytest.approx(stated, abs=1)
 
 
 def test_the_segmenter_is_as_accurate_as_stated():

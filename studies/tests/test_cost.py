@@ -36,7 +36,7 @@ def test_every_model_has_a_row(monkeypatch, tmp_path, capsys):
     for column in ("ms", "ratio", "images/s", "batch ratio"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
     symmetric, rpc, fan_symmetric, fan_softmax = rows
-    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):          # one round
+    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):     # one round only
         for what in ("train", "test"):
             ratio = own[f"{what} ms"] / base[f"{what} ms"]
             assert own[f"{what} ratio"] == pytest.approx(ratio)

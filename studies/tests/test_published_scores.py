@@ -41,7 +41,7 @@ def test_released_loss_ignores_the_values(golden):
     assert_close(official_loss(q, k, v), z["official"], 1e-10)
     assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
     assert official_loss(q, k, v) == official_loss(q, k, 100 * v)
-    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))                   # small: h counts
+    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))     # small values: h has an effect
     h = attend(standardise(q), standardise(k), v)
     without = official_loss(q, k, v, with_h=False)
     assert_close(official_loss(q, k, v).exp(), without.exp() - h.square().sum(-1).mean())

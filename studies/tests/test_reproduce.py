@@ -102,7 +102,7 @@ FOLDERS = ["--imagenet_c", "c c", "--imagenet_a", "a a", "--imagenet_r", "r r", 
 
 @pytest.fixture
 def plan(tmp_path, capsys):
-    """Return the commands of a table at the paper's scale; all folders have blanks."""
+    """Return the commands of a table at the paper's scale; all folder names contain spaces."""
     def of(table, *more):
         (tmp_path / "my data").mkdir(exist_ok=True)
         reproduce.main([table, "--scale", "paper", "--data_dir", str(tmp_path / "my data"), "--dry",
@@ -191,7 +191,7 @@ def test_folders_seeds_and_gpus_reach_the_commands(plan, capsys):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Return one output folder for all tables, because tables share networks. It has a blank."""
+    """Return one output folder for all tables, because tables share their networks."""
     return tmp_path_factory.mktemp("o ut")
 
 

@@ -185,7 +185,7 @@ def test_only_corrected_primary_differences_are_bold():
     text = stats.primary_table(of)
     assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
     assert "**" not in stats.full_table(of) and "| c " in stats.full_table(of)
-    of.found["of others"] = {("other", 0): np.ones(4)}                      # no empty line
+    of.found["of others"] = {("other", 0): np.ones(4)}                      # adds no line
     assert "others" not in stats.full_table(of)
     apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
                           untested=("sure",))

@@ -1,4 +1,4 @@
-"""Test robust/patches.py (corrupted patches) and studies/where_is_s.py (is S in them?)."""
+"""Test robust/patches.py (corrupted patches) and studies/where_is_s.py (location of S)."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def test_patches_have_the_values_of_their_kind():
     assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
     assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
     assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
-    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # beyond 0.5 / 0.3 deviations
+    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # noise beyond 0.5 / 0.3 sigma
     assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
     with pytest.raises(ValueError, match="kind='fog', expected one of"):
         corrupt_patches(images, "fog", 4)
