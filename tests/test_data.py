@@ -350,7 +350,7 @@ def test_grey_masks_give_their_stored_values(tmp_path, bits):
 
 
 def test_texts_and_profiles_hide_no_image():
-    """By default, Pillow rejects a file with a compressed text of two megabytes."""
+    """Pillow rejects a file with a compressed text of two megabytes by default."""
     chunks = [grey_header(8, 8), (b"zTXt", b"a\0\0" + compress(bytes(2 ** 21))), (b"iCCP", b"?"),
               (b"IDAT", compress((b"\0" + b"\x07" * 8) * 8)), (b"IEND", b"")]
     image = decode(np.frombuffer(png(*chunks), np.uint8), "x")

@@ -3,8 +3,8 @@
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
     python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
-Without a GPU, the CPU takes its place, so that these tests run everywhere. Then the tests are small,
-because a CPU that is compared with itself shows little. Tests that need a GPU are skipped.
+Without a GPU, the CPU takes its place, so that these tests run everywhere. The tests are small
+then, because a CPU that is compared with itself shows little. Tests that need a GPU are skipped.
 """
 
 import copy
@@ -137,7 +137,7 @@ def written_out(k, v, n_iter=4, lambd=4.0):
 
 
 def test_rpc_needs_a_third_of_the_memory(device, note):
-    """On a CPU, where memory is not counted, compare the outputs only."""
+    """Compare outputs and, on a GPU, the peak memory."""
     B, N = (32, 1025) if GPUS else (1, 65)
     torch.manual_seed(0)
     k, v = torch.randn(2, B, 3, N, 64, device=device)

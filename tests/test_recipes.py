@@ -53,7 +53,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """--data and --model do not set all flags of a FAN; docs/data.md has its command."""
+    """A FAN needs more flags than --data and --model; docs/data.md has its command."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)

@@ -198,7 +198,7 @@ def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, advice, 
 
 @each
 def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
-    """On a fake clock, a step takes 0.5 s, an evaluation 100 s and a checkpoint 1,000 s."""
+    """Use a fake clock: a step takes 0.5 s, an evaluation 100 s and a checkpoint 1,000 s."""
     now, real, save = [0.0], SCRIPTS[name].evaluate, common.save
 
     def wait(seconds, function=lambda *args, **how: None):
@@ -306,7 +306,7 @@ def main_and_seed(name):
 
 @each
 def test_two_processes_print_no_warning(name):
-    """With one image per process, the gradient of a shared token has the token's layout."""
+    """Use one image per process: the gradient of a shared token then has the token's layout."""
     run = flags(SMALL[name], "--max_steps 2 --batch_size 2 --out_dir two")
     out, err = group(SCRIPTS[name].main, run, errors=True)[1]
     assert "warn" not in (out + err).lower()

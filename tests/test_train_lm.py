@@ -64,7 +64,7 @@ def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
 
 
 def test_the_learning_rate_is_lmtools_after_warmup(golden):
-    """In the warm-up, lmtool has lr k / w, and train_lm.py has lr (k + 1) / (w + 1)."""
+    """Compare the schedules. In the warm-up, lmtool has lr k / w, our code lr (k + 1) / (w + 1)."""
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
     args = Namespace(lr=lr, warmup=warmup, steps=total)

@@ -1,4 +1,4 @@
-"""Without scipy or matplotlib, a command ends in one line with its install command."""
+"""Commands end in one line with an install command if scipy or matplotlib is missing."""
 
 import sys
 from functools import partial

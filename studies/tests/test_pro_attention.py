@@ -39,7 +39,7 @@ def test_true_gradient_matches_finite_differences(penalty):
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_released_gradient_treats_weights_as_constants(penalty):
-    """With fixed weights w, one step is a weighted mean of the values, so its gradient is w."""
+    """One step with fixed weights w is a weighted mean of the values, so its gradient is w."""
     q, k, v = small_inputs()
     settings = dict(penalty=penalty, delta=1.0, gamma=2.0, steps=1, eps=0.01)
     A = (q @ k.mT / 2).softmax(-1).detach()
