@@ -1,4 +1,4 @@
-"""Fixtures for tests/ and studies/tests/, and the reference arrays in tests/golden/."""
+"""Fixtures for tests/ and studies/tests/; load_golden reads the arrays of tests/golden/."""
 
 import functools
 import os
@@ -17,15 +17,15 @@ ROOT = Path(__file__).resolve().parent
 SHARED = ROOT.parent / "shared"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import common  # noqa: E402: it needs the path
+import common  # noqa: E402: this import needs the path
 import peers  # noqa: E402
 
 
 def load_golden(name):
     """Read the arrays of a reference file as {name: tensor}.
 
-    ../shared/golden/ has priority over tests/golden/. Arrays that contain photographs are in
-    neither; peers.py computes them.
+    ../shared/golden/ has priority over tests/golden/. A clone contains no arrays with photographs;
+    peers.py computes replacements.
     """
     full = SHARED / "golden" / f"{name}.npz"
     part = ROOT / "tests" / "golden" / f"{name}.npz"
@@ -45,7 +45,7 @@ def golden():
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
-    """A copy of the repository without tests and stored rows, which no test may change."""
+    """Copy the repository without tests and stored rows. No test may change this copy."""
     tree = tmp_path_factory.mktemp("programs")
     listed = [".", ":!tests", ":!studies/tests", ":!studies/results"]
     for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,

@@ -76,9 +76,10 @@ def with_table(function, table):
 
 
 def elastic(image, c, jitter, field):
-    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions lacks it.
+    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions has another.
 
-    image: (H, W, 3) uint8. c: its constants. jitter: (3, 2) moves three corners. field: (2, H, W).
+    image: (H, W, 3) uint8. c: alpha, sigma and the largest jitter. jitter: (3, 2), moves three
+    corners. field: (2, H, W), random numbers in [-1, 1].
     """
     import cv2
     from scipy.ndimage import gaussian_filter, map_coordinates
@@ -132,7 +133,7 @@ def injected(module, z, patch):
 
 
 def robustness_corruptions_a():
-    """Return the corruptions of imagecorruptions, without random numbers or with fixed ones."""
+    """Return outputs of imagecorruptions, deterministic or with fixed random numbers."""
     from PIL import Image
     z = dict(clean224=picture(224), clean32=picture(32), clean_any=picture(150, 232))
     with imagecorruptions() as module, pytest.MonkeyPatch.context() as patch:
@@ -155,7 +156,7 @@ def seg_transforms():
     rgb = picture(360, 480)
     raw = np.uint8(render_scenes(torch.arange(1), 480)[2][0, :360, :480])
     raw[:, ::50] = 0
-    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)        # one hue per level, as in photos
+    muted = np.uint8(rgb[90:218, 150:278] // 4 + 90)        # muted colours, as in photographs
     z = dict(rgb=rgb, label_raw=raw, label_reduced=raw - np.uint8(1), crop_rgb=muted)
     z["resized_rgb"] = cv2.resize(rgb, (272, 204), interpolation=cv2.INTER_LINEAR)
     z["resized_label"] = cv2.resize(z["label_reduced"], (272, 204), interpolation=cv2.INTER_NEAREST)
@@ -194,9 +195,9 @@ def size_rule(h, w, ratio, size=256):
 def wikitext(path, tokens, swapped):
     """Return the lines of a WikiText-103 file, and its numbers of tokens and of swapped words.
 
-    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file; the
-    second one comes from textattack. Without the file, the lines are a synthetic text of the same
-    kind. There every word may be swapped: 1.5 % of the words of a line, at least one.
+    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file;
+    textattack computed the second number. Without the file, return a synthetic text of the same
+    kind, in which 1.5 % of the words of each line are swapped, at least one.
     """
     if path.exists():
         return path.read_text().split("\n")[:-1], tokens, swapped
@@ -282,10 +283,10 @@ def kpca_curve():
 # --- timm's models with the attentions of the paper -----------------------------------------------
 
 class Attention(torch.nn.Module):
-    """Symmetric attention; n > 0: n steps of Algorithm 1 as released; s: Scaled Attention.
+    """Symmetric attention, n > 0 steps of Algorithm 1 as released, or Scaled Attention (with s).
 
-    s: S of Scaled Attention, (heads, N, N), or one number alpha for S = alpha * attention. The
-    results equal the arrays of the released code up to rounding; test_vit.py checks this.
+    s: the matrix S of Scaled Attention, (heads, N, N), or one number alpha for S = alpha *
+    attention. The results equal the arrays of the released code up to rounding, see test_vit.py.
     """
 
     def __init__(self, dim, heads, n=0, lambd=0.0, s=None):

@@ -1,4 +1,4 @@
-"""Run a script in new processes, without the seconds that imports take."""
+"""Run scripts in forked processes, which start without the seconds that imports take."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ import common
 
 
 def child(main, flags, env, out, err):
-    """Run main() as its script does, with its output in files."""
+    """Run main() as its script does; write its output to the files `out` and `err`."""
     sys.stdout, sys.stderr = open(out, "w"), open(err, "w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -32,7 +32,7 @@ class Started:
     """Start main() with these flags; `env` is added to its environment."""
 
     def __init__(self, main, flags, **env):
-        # forked: the imports are there; but a fork cannot use a GPU
+        # A fork has all imports already, but it cannot use a GPU.
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.folder = tempfile.TemporaryDirectory()
         self.files = [Path(self.folder.name, name) for name in ("out", "err")]
@@ -88,8 +88,9 @@ def finish(process):
 
 
 def group(main, flags, world=2, errors=False, **env):
-    """Return the stdout of `world` processes, started like torchrun does; env has priority.
+    """Start `world` processes as torchrun does; return the stdout of each process.
 
+    env: environment variables, which override torchrun's.
     errors: return (stdout, stderr) of each process.
     """
     with socket.create_server(("localhost", 0)) as s:

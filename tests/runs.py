@@ -17,7 +17,10 @@ import common
 
 
 def flags(*parts, **named):
-    """Return a command line: strings are split at spaces, lists kept; True is --x, False --no-x."""
+    """Return a command line as a list of words.
+
+    Strings are split at spaces, lists are kept. x=True becomes --x, and x=False becomes --no-x.
+    """
     line = [str(word) for part in parts
             for word in (part.split() if isinstance(part, str) else part)]
     for name, value in named.items():
@@ -30,7 +33,7 @@ def call(function, *parts, **named):
     """Call function() with these flags as the command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
-        patch.setattr(common.Log, "folder", None)           # of another run in this process
+        patch.setattr(common.Log, "folder", None)           # forget earlier runs
         return function()
 
 
@@ -63,7 +66,7 @@ def assert_same_run(a, b, name="last.pt"):
     """Compare logs, weights, averages and optimisers of two folders bit for bit."""
     assert rows(a) == rows(b)
     x, y = (common.load(Path(folder, name)) for folder in (a, b))
-    assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN is no equal
+    assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN != NaN
     for part in ("model", "ema"):
         x_part, y_part = (c.get(part) or {} for c in (x, y))
         assert x_part.keys() == y_part.keys()
@@ -75,7 +78,7 @@ def assert_same_run(a, b, name="last.pt"):
 
 
 def wait_for(path, process, seconds=240):
-    """Wait until the file exists; fail if the process ends before."""
+    """Wait until the file exists; fail if the process ends first."""
     end = time.time() + seconds
     while not Path(path).exists():
         assert process.poll() is None, process.communicate()[1][-2000:]
@@ -123,5 +126,5 @@ def make_text(folder="text", seed=0):
         random.Random(seed).shuffle(lines)
         text = "".join(lines).split(" ")
         if split == "valid":
-            rng.shuffle(text)                           # learning the order makes it worse
+            rng.shuffle(text)                           # learning the order increases this loss
         Path(folder, f"wiki.{split}.tokens").write_text(" ".join(text) + " \n")

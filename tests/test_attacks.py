@@ -1,4 +1,4 @@
-"""The attacks: against torchattacks, foolbox and a recorded run of the paper's harness, by law."""
+"""Compare attacks with torchattacks, foolbox, recorded runs of the paper, and known results."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from golden_net import golden_network, trained_network
 from robust.words import word_swap
 from vit import ViT, ViTConfig
 
-EPS = 4 / 255                                # leaves about half of the images of trained_network
+EPS = 4 / 255                                # half of trained_network's images survive attacks
 LINF = {"fgsm": fgsm, "pgd": pgd, "pgd_norand": partial(pgd, random_start=False),
         "pgd_restarted": restarted(partial(pgd, steps=5), 2),
         "noise": noise, "noise_gaussian": partial(noise, kind="gaussian"),
@@ -30,7 +30,7 @@ CASCADE = {"apgd-ce": partial(apgd, steps=12), "apgd-dlr": partial(apgd, loss="d
            "apgd-t": partial(apgd_t, steps=12, num_targets=3),
            "fab-t": partial(fab_t, steps=12, num_targets=3),
            "square": partial(square, queries=60),
-           "aa": partial(autoattack, steps=12, num_targets=3, queries=60)}        # seconds in all
+           "aa": partial(autoattack, steps=12, num_targets=3, queries=60)}        # a few seconds
 L1 = {"sld": sld, "sld_rescale": partial(sld, rescale=True)}
 BOUNDED = {**LINF, **CASCADE, **L1}
 ATTACKS = {**BOUNDED, "cw": lambda model, x, y, eps: cw(model, x, y, steps=30, search_steps=3,
@@ -40,7 +40,7 @@ RANDOM = {"pgd", "pgd_restarted", "noise", "noise_gaussian", "noise_best", "spsa
 
 
 def right(model, adv, labels):
-    """(B,) bool."""
+    """Return which images the model classifies correctly, (B,) bool."""
     with torch.no_grad():
         return model(adv).argmax(1) == labels
 
@@ -59,7 +59,7 @@ def l2(v):
 
 @pytest.fixture(scope="module")
 def net():
-    """(model, images, labels)."""
+    """Return (model, images, labels)."""
     return trained_network()
 
 
@@ -70,7 +70,7 @@ def normalized(model, images):
 
 
 class Linear(torch.nn.Module):
-    """Logits = W x, float64."""
+    """A linear model in float64: logits = W x."""
 
     def __init__(self, classes=2):
         super().__init__()
@@ -82,7 +82,10 @@ class Linear(torch.nn.Module):
 
 
 def linear_case(n=20, classes=2):
-    """A linear model, images in [0.3, 0.7], its predictions; of two classes w_y - w_other."""
+    """Return a linear model, images in [0.3, 0.7], its predictions, and w_y - w_other.
+
+    The last one, (n, 48), is the gradient of the margin between two classes.
+    """
     model = Linear(classes).eval()
     images = 0.3 + 0.4 * torch.rand(n, 3, 4, 4, dtype=torch.float64,
                                     generator=torch.Generator().manual_seed(1))
@@ -90,17 +93,17 @@ def linear_case(n=20, classes=2):
     return model, images, labels, (model.W[labels] - model.W[1 - labels])
 
 
-# --- against other implementations ---------------------------------------------------------------
+# --- comparison with other implementations -------------------------------------------------------
 
 def test_paper_harness_accuracy_equals_reference_run(golden):
-    """Recorded runs of the released code, with cleverhans; its SPSA on pixels."""
+    """The released code used cleverhans on normalised images. SPSA was recorded on pixels."""
     g = golden("robustness_attacks_a")
     net, images, labels = golden_network(g)
     model, z, predicted = normalized(net, images)
     for i, eps in enumerate(g["eps"].tolist()):
         adv = fgsm(model, z, predicted, eps, clip=False)
         assert (right(model, adv, labels) == g[f"official_fgsm/{i}/robust"]).sum() >= 199
-    adv = pgd(model, z, predicted, eps, clip=False)                     # the largest
+    adv = pgd(model, z, predicted, eps, clip=False)                     # the largest eps
     assert abs(share(right(model, adv, labels)) - g[f"official_pgd/{i}/acc"].mean()) <= 0.015
     adv = sld(model, z, predicted, 10.0, rescale=True, clip=False)
     assert (right(model, adv, labels) == g["official_sld/robust"]).sum() >= 196
@@ -158,7 +161,7 @@ def test_spsa_is_as_strong_as_torchattacks(net):
     assert other < clean - 4 and left - other <= 2
 
 
-# --- laws ----------------------------------------------------------------------------------------
+# --- known results -------------------------------------------------------------------------------
 
 def test_linear_margin_falls_by_eps_times_l1():
     model, images, labels, w = linear_case()
@@ -204,7 +207,7 @@ def test_sld_spends_budget_on_largest_weights():
     moved = (adv - images).flatten(1)
     expected = torch.full((20,), 0.2, dtype=torch.float64)
     torch.testing.assert_close(l1(moved), expected, atol=1e-5, rtol=0)
-    first = sld(model, images, labels, 0.2, steps=1) - images                     # a tenth of it
+    first = sld(model, images, labels, 0.2, steps=1) - images              # a tenth of the budget
     torch.testing.assert_close(l1(first), expected / 10, atol=1e-5, rtol=0)
     assert torch.equal((moved != 0).nonzero(), (w.abs() >= w.abs().topk(2).values[:, 1:]).nonzero())
 
@@ -213,7 +216,7 @@ def test_l1_projection_is_the_nearest_point():
     v = torch.randn(30, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     radius = torch.linspace(0, 1.2, 30, dtype=torch.float64) * l1(v)
     low, high = torch.zeros(30, dtype=torch.float64), v.abs().flatten(1).amax(1)
-    for _ in range(100):  # theta by bisection
+    for _ in range(100):  # find theta by bisection
         theta = (low + high) / 2
         over = l1((v.abs() - theta.view(-1, 1, 1, 1)).clamp(min=0)) > radius
         low, high = torch.where(over, theta, low), torch.where(over, high, theta)
@@ -225,7 +228,7 @@ def test_l1_projection_is_the_nearest_point():
 
 @pytest.mark.parametrize("name", BOUNDED)
 def test_attacks_keep_their_budget(net, name):
-    """A number, one a channel, one an image."""
+    """eps may be one number, one number per channel, or one number per image."""
     model, (x, y), attack = net[0], (t[:20] for t in net[1:]), BOUNDED[name]
     before = x.clone()
     assert torch.equal(attack(model, x, y, 0.0), x)
@@ -240,7 +243,7 @@ def test_attacks_keep_their_budget(net, name):
         elif name != "noise_gaussian":  # its scale is not a bound
             assert ((adv - x).abs() <= eps + 1e-6).all()
     assert torch.equal(x, before)
-    if name not in L1:                                    # clip=False: many pixels at 0 and 1
+    if name not in L1:                                    # clip=False, many pixels at 0 and 1
         x = (x - 0.5).mul(2).add(0.5).clamp(0, 1)
         adv = attack(model, x, y, 3 * EPS, clip=False)
         assert adv.min() < 0 or adv.max() > 1
@@ -249,7 +252,7 @@ def test_attacks_keep_their_budget(net, name):
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_result_depends_on_seed_and_image_alone(net, name):
-    """Neither on the batch nor on its order, but for float noise of another batch size."""
+    """Other images of the batch and their order change nothing, except by rounding."""
     model, images, labels = net
     x, y, attack = images[:10], labels[:10], ATTACKS[name]
     adv = attack(model, x, y, EPS)
@@ -298,7 +301,7 @@ def test_noise_has_the_distribution_asked_for(net):
 
 def test_restarts_keep_first_fooling_start(net):
     model, images, labels = net[0], net[1][:60], net[2][:60]
-    often, eps = dict(steps=1, rel_step=0.05), 10 * EPS  # its random start decides
+    often, eps = dict(steps=1, rel_step=0.05), 10 * EPS  # the random start decides
     once, thrice = (restarted(pgd, n)(model, images, labels, eps, **often) for n in (1, 5))
     assert torch.equal(once, pgd(model, images, labels, eps, **often))
     first, both = (right(model, adv, labels) for adv in (once, thrice))
@@ -311,7 +314,7 @@ def test_restarts_keep_first_fooling_start(net):
 
 
 def test_adversarial_training_moves_pixels_by_eps():
-    """On a linear model that normalises; the steps are of 2.5 eps in all: each pixel gets there."""
+    """Use a linear model that normalises. The steps sum to 2.5 eps, so every pixel moves by eps."""
     model, images, labels, w = linear_case()
     net = torch.nn.Sequential(Normalize([0.4] * 3, [0.2] * 3), model)
     targets = torch.nn.functional.one_hot(labels, 2).double()
@@ -325,7 +328,10 @@ def test_adversarial_training_moves_pixels_by_eps():
 
 @pytest.fixture(scope="module")
 def vit():
-    """A ViT whose weights are large enough for keys beyond the threshold, images, predictions."""
+    """Return a ViT, images and its predictions.
+
+    Its weights are so large that some entries of the keys exceed the threshold of PAP.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpc", rpc_layers=(0, 1),
@@ -341,7 +347,7 @@ def gradient(model, images, labels):
 
 
 def test_adaptive_pgd_keeps_smallest_of_three_margins(net, monkeypatch):
-    """A stand-in for PGD leads to these margins, which the model reads off the image."""
+    """A fake PGD stores these margins in the images; the model reads its logits from them."""
     few = net[1][:20], net[2][:20]                                # no RPC-Attention: plain PGD
     assert torch.equal(*(attack(net[0], *few, EPS) for attack in (adaptive_pgd, pgd)))
     margins = {"own": [-1.0, 1, 3, 1, 2], 1.0: [9.0, -1, 2, 2, 3], 0.0: [9.0, 9, 1, 3, -1]}
@@ -370,7 +376,7 @@ def test_surrogates_share_weights_but_not_gradients(vit, net):
         assert (one - other).norm() > 0.01 * true.norm()
     assert all(torch.equal(source(images), model(images)) for source in sources[:3])
     assert torch.equal(gradient(model, images, labels), true)      # the model itself is untouched
-    # the last two: never shrunk, and after half of the four steps
+    # the last two: PAP with lambda infinite (S = 0), and with two of the four steps
     for source, pap in zip(sources[3:], (dict(lambd=math.inf), dict(n_iter=2))):
         twin = ViT(dataclasses.replace(model.config, pap={**model.config.pap, **pap})).eval()
         twin.load_state_dict(model.state_dict())
@@ -405,7 +411,7 @@ def test_adaptive_attacks_break_more_than_apgd(vit, net):
     assert torch.equal(*both)
 
 
-# --- what would be silently wrong ----------------------------------------------------------------
+# --- inputs that would give wrong results silently -----------------------------------------------
 
 @pytest.mark.parametrize("change, message", [
     (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"),

@@ -1,4 +1,4 @@
-"""Compare attention.py with the released code and with the equations; test the table and errors."""
+"""Compare attention.py with the released code and the equations; test ATTENTIONS and errors."""
 
 import math
 import re
@@ -118,7 +118,7 @@ def test_every_variant_of_algorithm_1_equals_its_reference(golden):
 
 # --- the equations --------------------------------------------------------------------------------
 
-def test_soft_threshold_gradients_also_second_and_under_vmap():
+def test_soft_threshold_has_exact_gradients_also_under_vmap():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -134,7 +134,7 @@ def test_soft_threshold_gradients_also_second_and_under_vmap():
 @pytest.mark.parametrize("form", FORMS)
 def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
-    n, lambd, how = 5, dict(released=1.5, paper=0.1, admm=0.1)[form], FORMS[form]      # S acts
+    n, lambd, how = 5, dict(released=1.5, paper=0.1, admm=0.1)[form], FORMS[form]      # S is not 0
     k, v = k.requires_grad_(), v.requires_grad_()
     B, H, N, D = k.shape
     mu = N * (H * D if how["mu_dim"] == "model" else D) / (4 * k.abs().sum((-1, -2), keepdim=True))
@@ -170,7 +170,7 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
 def test_permuted_tokens_give_permuted_outputs(kind):
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
-        # at the start S is 0
+        # S is initialised with 0
         assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)
         torch.nn.init.normal_(m.learned.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
@@ -181,14 +181,14 @@ def test_permuted_tokens_give_permuted_outputs(kind):
 @pytest.mark.parametrize("attn_drop", [0, 0.3])
 def test_causal_outputs_do_not_depend_on_later_tokens(kind, attn_drop):
     m, x = layer(kind, pap=dict(lambd=0.5), causal=True, attn_drop=attn_drop), tokens()
-    m.qkv.weight.data *= 8                                     # keys large enough that S acts
+    m.qkv.weight.data *= 8                                     # large keys, so that S is not 0
     if kind == "scaled_alpha":
-        m.learned.s.data.fill_(0.7)  # at its start, 0, the inner attention does nothing
+        m.learned.s.data.fill_(0.7)  # with its initial value 0, S would be 0
     if kind.startswith("rpc"):
         assert all((step["S"] != 0).any() for step in m.trace(x))
     outputs = []
     for change in (1, 5):
-        torch.manual_seed(0)  # the same masks of dropout
+        torch.manual_seed(0)  # the same dropout masks
         x[:, 7] *= change
         outputs.append(m.train()(x))
     before, after = outputs
@@ -226,7 +226,7 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *a, dropout_p=0.0, **k: rates.append(dropout_p) or sdpa(*a, **k))
     rpc_attention(*qkv()[1:], n_iter=3, dropout_p=0.3)
-    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last step runs again
+    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last step runs twice
 
 
 @every_kind
@@ -236,7 +236,7 @@ def test_trace_and_key_statistics_equal_the_forward_pass(kind):
     trace, stats = m.trace(two[0](x)), key_statistics(two.train(), two, x)
     q, k, _ = projected = m.project(two[0](x))
     assert stats["mean_abs_key"][1] == round(k.abs().mean().item(), 4)
-    assert len(stats["mean_abs_key"]) == 2 and two.training             # unchanged, without hooks
+    assert len(stats["mean_abs_key"]) == 2 and two.training             # the mode is unchanged
     assert not m._forward_pre_hooks and list(stats["nonzero_S"]) == [1] * kind.startswith("rpc")
     if kind.startswith("rpc"):
         assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1

@@ -1,4 +1,4 @@
-"""The batched augmentations agree with PIL image by image, and their numbers follow their laws."""
+"""Compare batched augmentations with PIL and timm; test how random numbers determine them."""
 
 import math
 
@@ -16,7 +16,7 @@ LEVELS = (0.0, 0.31, 0.62, 0.83, 0.9, 0.957, 1.0)                        # x = l
 
 
 def augment(images, positions, seed, erase=0.25):
-    """Run both halves of the recipe, with the random shift of small images."""
+    """Run both parts of the recipe, uint8 and float, with the random shift of small images."""
     return to_float(augment_uint8(images, positions, seed, pad=4, num_ops=2), positions, seed,
                     erase)
 
@@ -83,7 +83,7 @@ PIL_GEOMETRIC = {
 
 
 def worst(name, images, pil):
-    """Return an operation's largest error over levels and signs, and the share of wrong values."""
+    """Return the largest error over levels and signs, and the largest share of wrong values."""
     errors = []
     for x in LEVELS:
         for sign in (1.0, -1.0):
@@ -94,11 +94,13 @@ def worst(name, images, pil):
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_equals_pils(name):
-    """Tone operations are equal except AutoContrast, whose slope PIL rounds before it truncates.
+    """Compare each operation with PIL's.
 
-    Geometry: float32 against PIL's double before truncation, so under 1 % of the values differ, by
-    one level. Most do where the exact result is a whole number at many pixels, as in a shift by
-    0.45 * 96 = 43.2 pixels.
+    Tone operations are equal. Only AutoContrast may differ by one level, because PIL rounds its
+    slope before it truncates. Geometric operations compute in float32, PIL computes in double, and
+    both truncate. So under 1 % of the values differ, by one level. Most of these values differ
+    where the exact result is a whole number at many pixels, for example in a shift by 0.45 * 96 =
+    43.2 pixels.
     """
     if name in PIL_TONE:
         for images in (make_images(), make_images(4, 8, 8, seed=1), make_images(4, 33, 20, seed=2)):
@@ -109,7 +111,7 @@ def test_an_operation_equals_pils(name):
     assert error <= 1 and share < 0.01 and torch.equal(ours(name, images, 0.0, 1.0)[0], images)
 
 
-def test_operations_and_arguments_are_timms():
+def test_operations_and_arguments_equal_timm():
     timm = pytest.importorskip("timm.data.auto_augment")
     assert list(OPS) == timm._RAND_INCREASING_TRANSFORMS
     assert FILL == tuple(round(255 * mean) for mean in (0.485, 0.456, 0.406))
@@ -121,7 +123,7 @@ def test_operations_and_arguments_are_timms():
         for level in (0.0, 3.3, 7.77, 8.9, 9.0, 9.41, 10.0):
             args = {round(float(argument(torch.tensor(level / 10, dtype=torch.float64), sign)), 9)
                     for sign in (1, -1)}
-            # both signs, surely
+            # 40 draws contain both signs
             theirs = {round(float(level_to_arg(level, {})[0]), 9) for _ in range(40)}
             assert args == theirs, (name, level)
 
@@ -149,7 +151,7 @@ def test_each_draw_has_own_operation_level_sign(monkeypatch):
     del seen[2:]
     rand_augment(make_images()[:1], torch.tensor([[rotate / 15, 0.51, 0.5, 0.7, invert / 15, 0.52,
                                                    high, 0.3]]))
-    assert len(seen) == 2                                                # probability one half
+    assert len(seen) == 2                                        # 0.51 and 0.52: not applied
 
 
 def test_samples_do_not_depend_on_their_batch():
@@ -170,7 +172,7 @@ def test_samples_do_not_depend_on_their_batch():
 # --- crop and flip --------------------------------------------------------------------------------
 
 def test_flip_and_shift_follow_their_numbers():
-    images = make_images(5)[:4]  # without the last, which is flat
+    images = make_images(5)[:4]  # without the flat image, the last
     flipped = random_hflip(images, torch.tensor([0.1, 0.5, 0.9, 0.4999]))
     assert torch.equal(flipped[[0, 3]], images[[0, 3]].flip(3))
     assert torch.equal(flipped[1:3], images[1:3])
@@ -191,13 +193,13 @@ def erase(positions):
 
 
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
-    """Return the box (top, left, height, width) in 96 x 96 pixels, after tries that do not fit."""
+    """Return the box (top, left, height, width) in 96 x 96 pixels, after `misses` failed tries."""
     tall = 0.5 - 0.5 * math.log(3) / math.log(0.3)  # three times as high as wide: 96 x 32
     u = torch.tensor([[prob_u, top_u, left_u, *[1 - 2 ** -24] * misses, *[area_u] * (10 - misses),
                        *[tall] * misses, *[ratio_u] * (10 - misses)]])
     changed = (random_erase(torch.full((1, 3, 96, 96), 2.0), u, torch.arange(1), 0,
                             0.25)[0] != 2).any(0).nonzero()
-    # filled
+    # every pixel of the box is erased
     assert len(changed) == 0 or len(changed) == (changed.amax(0) - changed.amin(0) + 1).prod()
     return (*changed.amin(0).tolist(), *(changed.amax(0) - changed.amin(0)
                                          + 1).tolist()) if len(changed) else None
@@ -206,11 +208,11 @@ def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
 def test_erased_box_follows_its_numbers():
     end, pixels = 1 - 2 ** -24, 96 * 96
     small, large = math.sqrt(0.02 * pixels), math.sqrt(pixels / 3)
-    # the whole probability
+    # the probability is exactly 0.25
     assert erased_box(0.2499, 0, 0, 0, 0.5) == (0, 0, round(small), round(small))
     assert erased_box(0.2501, 0, 0, 0, 0.5) is None
     assert erased_box(0, 0, 0, end, 0.5) == (0, 0, round(large), round(large))
-    h, w = round(small * math.sqrt(0.3)), round(small / math.sqrt(0.3))  # the flattest
+    h, w = round(small * math.sqrt(0.3)), round(small / math.sqrt(0.3))  # the flattest box
     assert erased_box(0, end, 0, 0, 0) == (96 - h, 0, h, w)
     assert erased_box(0, 0, end, 0, 0) == (0, 96 - w, h, w)
     for misses in (1, 9):  # the first of ten tries that fits is taken

@@ -1,4 +1,4 @@
-"""AutoAttack and its members: against pyautoattack, and by law."""
+"""Compare AutoAttack and its members with pyautoattack and with known results."""
 
 import math
 from functools import partial
@@ -19,11 +19,11 @@ MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apg
 STAGES = ["clean", "apgd-ce", "apgd-t", "fab-t", "square"]
 
 
-# --- against pyautoattack ------------------------------------------------------------------------
+# --- comparison with pyautoattack ----------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def own():
-    """A tiny network trained on drawn shapes, and 100 test images."""
+    """Return (model, images, labels): a small network trained on scenes, and 100 test images."""
     return trained_network(100)
 
 
@@ -33,7 +33,7 @@ FEWER = {"apgd-ce": dict(steps=40), "apgd-dlr": dict(steps=40),
 
 
 def pyautoattacks(name, model):
-    """pyautoattack's member at EPS with the settings of FEWER."""
+    """Return pyautoattack's member `name` at EPS, with the settings of FEWER."""
     pgd, fab, sq = (pytest.importorskip(f"pyautoattack.{module}")
                     for module in ("autopgd_base", "fab_pt", "square"))
     common = dict(norm="Linf", eps=EPS, device="cpu", seed=0)
@@ -53,12 +53,12 @@ def test_members_are_as_strong_as_pyautoattack(own, name):
     reference = robust(model, pyautoattacks(name, model).perturb(images, labels), labels)
     adv = MEMBERS[name](model, images, labels, EPS, **FEWER[name])
     ours, clean = robust(model, adv, labels), robust(model, images, labels)
-    assert reference.sum() < clean.sum() - 15             # the comparison means something
+    assert reference.sum() < clean.sum() - 15             # pyautoattack fools more than 15
     assert abs(int(ours.sum() - reference.sum())) <= (4 if name == "square" else 1)      # of 100
 
 
 def watched(model, seen):
-    """The model; what it is given is kept in `seen`."""
+    """Return the model as a function that appends its inputs to `seen`."""
     def call(x):
         seen.append(x.detach().clone())
         return model(x)
@@ -67,7 +67,7 @@ def watched(model, seen):
 
 @pytest.mark.parametrize("loss", ["ce", "dlr"])
 def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
-    """No step fools these images, so none leaves: 60 points agree up to rounding."""
+    """No step fools these images, so all stay in the batch. The paths agree up to rounding."""
     module = pytest.importorskip("pyautoattack.autopgd_base")
     model, images, labels = own
     hard = robust(model, fgsm(model, images, labels, 2 * EPS), labels)
@@ -80,13 +80,17 @@ def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
     reference.init_hyperparam(x)
     monkeypatch.setattr(torch, "rand", lambda _: (t + 1) / 2)
     reference.attack_single_run(x, y)
-    ours = torch.stack(ours[1:])                          # it begins with a look at x
+    ours = torch.stack(ours[1:])                          # the first call evaluates x
     far = (ours - torch.stack(theirs)).abs().amax((0, 2, 3, 4))
     assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
 
 
 def test_apgd_halves_steps_without_gain():
-    """An image a case: few rises; no gain; no gain, but halved at the last look; a gain."""
+    """Test one case per image.
+
+    The loss rises too rarely; the best loss does not improve; it does not improve, but the step was
+    halved at the last check; it improves.
+    """
     here, best = torch.zeros(4, 3, 2, 2), torch.ones(4, 3, 2, 2)
     s = SimpleNamespace(rises=torch.tensor([7, 8, 8, 8]), step=torch.ones(4, 1, 1, 1),
                         halved=torch.tensor([True, False, True, False]),
@@ -95,7 +99,7 @@ def test_apgd_halves_steps_without_gain():
     halve(s, window=10)
     assert s.halved.tolist() == [True, True, False, False]
     assert s.step.flatten().tolist() == [0.5, 0.5, 1, 1]
-    back = s.halved.float()                                                # to the best point
+    back = s.halved.float()                                       # return to the best point
     assert all(torch.equal(t.amax((1, 2, 3)), back) for t in (s.x, s.grad))
     assert torch.equal(s.checked_loss, s.best_loss) and not s.rises.any()
 
@@ -123,7 +127,7 @@ def test_squares_shrink_as_in_pyautoattack():
 
 
 def test_cascade_is_as_strong_as_pyautoattack(own):
-    """The whole cascade on 20 images, with short members."""
+    """Run the whole cascade on 20 images, with short members."""
     package = pytest.importorskip("pyautoattack.autoattack")
     model, images, labels = own[0], own[1][:20], own[2][:20]
     reference = package.AutoAttack(model, norm="Linf", eps=EPS, version="standard", device="cpu",
@@ -136,7 +140,7 @@ def test_cascade_is_as_strong_as_pyautoattack(own):
     assert abs(int(robust(model, adv, labels).sum() - robust(model, theirs, labels).sum())) <= 1
 
 
-# --- laws ----------------------------------------------------------------------------------------
+# --- known results -------------------------------------------------------------------------------
 
 def test_each_stage_leaves_fewer_robust_images(own):
     model, images, labels = own[0], own[1][:40], own[2][:40]
@@ -148,7 +152,7 @@ def test_each_stage_leaves_fewer_robust_images(own):
     left = trace[-1]["robust"]
     assert torch.equal(robust(model, adv, labels), left)
     kept = left | ~trace[0]["robust"]
-    assert torch.equal(adv[kept], images[kept])           # failed or not needed: clean
+    assert torch.equal(adv[kept], images[kept])           # no success or no need: the clean image
     for name in ("apgd-ce", "apgd-t", "fab-t", "square"):
         assert left.sum() <= robust(model, QUICK[name](model, images, labels, EPS), labels).sum()
 
@@ -170,18 +174,18 @@ def test_batches_stay_full(own):
     seen.clear()
     survivors = square(watched, images, labels, EPS, queries=51, batch_size=8)
     left = robust(model, survivors, labels).sum()
-    assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24       # one a query, at most
+    assert sum(n < 8 for n in seen) <= 1 + 52 and 8 < left < 24       # at most one per query
 
 
 def test_box_projection_equals_pyautoattack():
-    """On feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
+    """Test feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
     reference = pytest.importorskip("pyautoattack.fab_projections")
     rng = torch.Generator().manual_seed(0)
     n, B = 60, 400
     v = (1.6 * torch.rand(B, n, generator=rng, dtype=torch.float64) - 0.3).clamp(0, 1)
     w = torch.randn(B, n, generator=rng, dtype=torch.float64) ** 3
     w = w * (torch.rand(B, n, generator=rng) < 0.8)
-    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of all the room there is
+    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of the largest change
     down, up = ((w.abs() * torch.where(w * side > 0, v, 1 - v)).sum(1) for side in (1, -1))
     b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
     d = box_projection(v, w, b)
@@ -204,8 +208,10 @@ def test_dlr_has_its_closed_form():
 
 
 def test_square_finds_what_gradients_miss():
-    """A pixel's red, in fifths, is the class: no gradient leads to the next, a square of +-0.101
-    does, and one of +-0.05 does not."""
+    """Use a model without gradients: its class is the red value of one pixel, in fifths.
+
+    A square of +-0.101 reaches the next class, a square of +-0.05 does not.
+    """
     def model(x):
         read = (x[:, 0, 3, 5] * 5).long().clamp(0, 4)
         return F.one_hot(read, 5).float() * 10 + 0 * x.mean((1, 2, 3))[:, None]

@@ -41,7 +41,7 @@ def test_folders_import_only_what_they_may():
 @pytest.mark.parametrize("line, most", [("from robust.corruptions import corrupt", 7),
                                         ("from robust.attacks import pgd", 6)])
 def test_library_loads_few_modules(line, most):
-    """Our modules, packages included."""
+    """Count our modules that one import loads, packages included."""
     code = (f"{line}\nimport sys\nfiles = [str(getattr(m, '__file__', '')) for m in "
             f"[*sys.modules.values()]]\nprint(sum(f.startswith({str(ROOT)!r}) for f in files))")
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

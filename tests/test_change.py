@@ -1,4 +1,4 @@
-"""Every change of docs/change.md applies to the tree as it stands, and its command runs."""
+"""Every change of docs/change.md applies to the current code, and its command runs."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def blocks(language, text):
 
 
 def apply(diff, tree):
-    """Apply a diff without line numbers: "--- file", then hunks, "@@" between two of them."""
+    """Apply a diff without line numbers: "--- FILE", then hunks that are separated by "@@"."""
     for name, body in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", diff, re.S | re.M):
         path = tree / name
         text = path.read_text() if path.exists() else ""
@@ -55,7 +55,7 @@ def test_change_applies_and_runs(section, programs, tmp_path):
             "def load_digits(return_X_y):\n"
             "    return np.arange(1797.0 * 64).reshape(1797, 64) % 17, np.arange(1797) % 10\n")
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
-        words = shlex.split(line.replace("--device mps", ""), comments=True)    # not everywhere
+        words = shlex.split(line.replace("--device mps", ""), comments=True)    # needs a Mac
         assert words[0] == "python", line
         code, out, err = run_command(tree, [*words[1:], *SMALL.get(words[1], "").split()])
         assert code == 0, out + err

@@ -1,4 +1,4 @@
-"""The evaluator's checks: silent for honest models, loud where robust accuracy is an illusion."""
+"""The evaluator's checks pass for honest models and fail if robust accuracy is an illusion."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from vit import ViT, ViTConfig
 
 
 class Linear(torch.nn.Module):
-    """Five classes, logits = W x: nothing more honest."""
+    """A linear model with five classes, for which every check passes."""
 
     def __init__(self):
         super().__init__()
@@ -21,7 +21,7 @@ class Linear(torch.nn.Module):
 
 
 class Rounded(torch.nn.Module):
-    """A model behind rounding: it has no gradient, or, where `leak` is not 0, a wrong one."""
+    """Round the input of a model: the gradient is zero, or wrong if `leak` is not 0."""
 
     def __init__(self, model, leak=0.0):
         super().__init__()
@@ -41,12 +41,12 @@ def linear():
 
 @pytest.fixture(scope="module")
 def net():
-    """(model, images, labels): a trained network and 24 images, 18 or more of them right."""
+    """Return (model, images, labels): a trained network and 24 images, at least 18 correct."""
     return trained_network(24)
 
 
 def wrong(found):
-    """Return the claims that do not hold, from ({claim: holds?}, evidence)."""
+    """Return the failed checks from ({check: passed}, evidence)."""
     return {claim for claim, holds in found[0].items() if not holds}
 
 
@@ -59,7 +59,7 @@ def test_honest_model_passes_all_five(linear, capsys):
 
 @pytest.mark.parametrize("leak", [0.0, 1e-3])
 def test_hidden_gradient_fails(linear, leak):
-    """Without a gradient its images say so; with a wrong one attacks that need none beat it."""
+    """A zero gradient is reported. Square and transfer attacks beat zero or wrong gradients."""
     inner, x, y = linear
     model, eps = Rounded(inner, leak).eval(), 16 / 255
     assert ("no gradient all 0" in wrong(checks.gradients(model, x, y))) == (leak == 0)
@@ -84,7 +84,7 @@ def test_pgd_that_stops_early_fails(net):
     assert "10 steps take no more than 2" in wrong(short) and "after 1 2 10 steps" in short[1]
     long = checks.steps_and_restarts(*net, 6 / 255, dict(steps=40))
     assert not wrong(long), long
-    random = dict(steps=1, rel_step=0.01)                 # the start decides
+    random = dict(steps=1, rel_step=0.01)                 # the random start decides
     starts = checks.steps_and_restarts(*net, 60 / 255, random)
     assert "5 restarts take no more" in wrong(starts), starts
 
@@ -92,7 +92,7 @@ def test_pgd_that_stops_early_fails(net):
 def test_accuracy_must_fall_to_zero(linear):
     _, x, y = linear
 
-    def stubborn(x):                                      # says what is right, whatever it sees
+    def stubborn(x):                                      # predicts the labels for all inputs
         logits = 10 * torch.nn.functional.one_hot(y, 5).float()[:len(x)]
         return logits + 0 * x.flatten(1).sum(1, keepdim=True)
 
@@ -112,7 +112,7 @@ def test_other_gradients_come_from_own_attention(monkeypatch):
     monkeypatch.setattr(checks, "rivals", lambda model, x, y, eps, others, _:
                         asked.update(others) or ({}, ""))
     checks.run_checks(vit, torch.rand(4, 3, 32, 32), torch.arange(4), options=dict(steps=3))
-    assert asked["eps"] == 2 / 255                        # leaves nearest to half of the 9
+    assert asked["eps"] == 2 / 255                        # 5 of 9 is nearest to half
     assert set(asked) == {"eps", "noise", "SPSA", "Square", "adaptive APGD"}
 
 

@@ -1,4 +1,4 @@
-"""Tests of common.py: files survive kills and full disks; errors are one line."""
+"""Test common.py: files survive kills and full disks; errors are one line."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ from vit import ViTConfig
 # --- checkpoints ----------------------------------------------------------------------------------
 
 class DiesHalfway:
-    """Pickling it raises, or ends the process, after the tensors before it were handed over."""
+    """An object whose pickling raises `error`, or ends the process, after tensors were written."""
 
     def __init__(self, error):
         self.error = error
@@ -42,7 +42,7 @@ class DiesHalfway:
 def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lr=1e-3, lambd=math.inf),
                  layers=(0, 1))
-    with monkeypatch.context() as patch:                                # as if from a GPU
+    with monkeypatch.context() as patch:                                # as if saved on a GPU
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         save(tmp_path / "last.pt", state)
     for path in (tmp_path, str(tmp_path / "last.pt")):
@@ -73,17 +73,17 @@ def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
     elif isinstance(error, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             save(path, bad)
-    else:                                                           # in words, in one line
+    else:                                                           # the error is one line
         with pytest.raises(InputError, match=rf"^{path} cannot be written \([^\n]*kept$"):
             save(path, bad)
     assert load(path) == dict(step=1)
     assert error is None or os.listdir(tmp_path) == ["last.pt"]
-    save(path, dict(step=3))                                        # what is left is not in the way
+    save(path, dict(step=3))                                        # remains do no harm
     assert load(path) == dict(step=3)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
-def test_a_log_on_a_full_disk_says_so(tmp_path):
+def test_log_on_a_full_disk_is_an_error(tmp_path):
     log = Log(tmp_path, 0)
     log.file = open("/dev/full", "a")
     with pytest.raises(InputError, match="log.jsonl cannot be written .No space left"):
@@ -96,7 +96,7 @@ def test_broken_checkpoints_are_named(tmp_path):
                     model={f"w{i}": torch.rand(1000) for i in range(20)}))
     whole = path.read_bytes()
     odd = [b"", b"(i", b"\x80\x02.", b"PK\x03\x04" + b"\0" * 50, b"a text\n", bytes(range(256))]
-    torch.save(dict(model=Fraction(1, 2)), path)                                # code is not run
+    torch.save(dict(model=Fraction(1, 2)), path)                        # its code is not run
     for content in (path.read_bytes(), *odd, *(whole[:n] for n in range(1, len(whole), 9999))):
         path.write_bytes(content)
         with pytest.raises(InputError, match=f"^{path} [^\n]*$"):
@@ -111,7 +111,7 @@ def test_unknown_fields_of_a_config_are_named(capsys):
 
 
 def test_a_resumed_optimiser_takes_this_commands_settings():
-    """A checkpoint's lr, weight decay or fused (of a GPU) are not what this run trains with."""
+    """lr, weight decay and fused (GPU only) come from this command, not from the checkpoint."""
     def make(kind=torch.optim.AdamW, **how):
         model = torch.nn.Linear(2, 2)
         optimizer = kind(model.parameters(), **how)
@@ -178,7 +178,7 @@ def test_numbers_not_finite_are_named(tmp_path):
 
 
 def test_files_of_two_addresses_stay_apart(tmp_path, monkeypatch):
-    """Both end in the same file name, as files of different models do."""
+    """Two addresses may end in the same file name, as files of different models do."""
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
 
     def download(address, path, *args, **how):
@@ -188,7 +188,7 @@ def test_files_of_two_addresses_stay_apart(tmp_path, monkeypatch):
     downloaded, addresses = [], [f"https://a.org/{name}/pytorch_model.bin?x=1" for name in "ab"]
     for address in 2 * addresses:
         assert load(address) == dict(address=address)
-    assert downloaded == addresses                                  # once each
+    assert downloaded == addresses                                  # each file once
 
 
 def test_a_failed_download_is_named(tmp_path, monkeypatch):
@@ -209,13 +209,13 @@ def test_numpy_scalars_are_read_other_objects_named(tmp_path):
         load(tmp_path / "object.pt")
 
 
-# --- processes and words --------------------------------------------------------------------------
+# --- processes and messages -----------------------------------------------------------------------
 
 ROOT = Path(common.__file__).parent
 
 
 def test_threads_spin_briefly_and_flush_denormals():
-    """libgomp, where PyTorch uses it, prints its settings when it is loaded."""
+    """Read the settings that libgomp prints when it is loaded, if PyTorch uses libgomp."""
     code = ("import common, torch; torch.set_num_threads(2)\n"
             "small = lambda: print(int((torch.full((2 ** 20,), 1e-38) * .01 > 0).sum()))\n"
             "common.run(small)")
@@ -249,7 +249,7 @@ def test_code_version_names_a_commit_or_no_git(tmp_path):
     version = common.code_version()
     assert version["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
-    subprocess.run(["git", "init", "-q", tmp_path])     # a copy in a repository without common.py
+    subprocess.run(["git", "init", "-q", tmp_path])     # common.py is not tracked here
     shutil.copy(common.__file__, tmp_path)
     spec = importlib.util.spec_from_file_location("common_copy", tmp_path / "common.py")
     copy = importlib.util.module_from_spec(spec)
@@ -268,7 +268,7 @@ def test_rpc_layers_are_read():
 
 
 def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
-    monkeypatch.setattr(common.Log, "folder", None)         # what a test before this one trained
+    monkeypatch.setattr(common.Log, "folder", None)         # forget earlier runs
 
     def ended(error):
         with pytest.raises(SystemExit) as e:
@@ -288,7 +288,7 @@ def fail(error, wait=0):
 
 
 def test_rank_0_alone_prints_an_input_error():
-    """Then torchrun ends the waiting ones; an error of one process alone is printed later."""
+    """Rank 1 waits until torchrun ends the process; the error is printed only after this wait."""
     first, second, only = (Started(partial(fail, InputError("no a.jpg"), wait), [], RANK=rank)
                            for rank, wait in (("0", 99), ("1", 99), ("1", 0)))
     assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"

@@ -1,9 +1,9 @@
-"""The corruptions agree with ImageNet-C's code; what is drawn depends on seed, type and image.
+"""Compare corruptions with ImageNet-C's code; random numbers depend on seed, type and image.
 
-robustness_corruptions_a.npz: one photograph through `hendrycks/robustness:ImageNet-C/create_c` and
-ImageMagick, with the random numbers where there are any, and statistics over many draws. It is not
-part of a clone; there, peers.py makes the same of a scene with the package imagecorruptions, and
-only the statistics are kept.
+robustness_corruptions_a.npz contains one photograph after every corruption by
+`hendrycks/robustness:ImageNet-C/create_c` and ImageMagick, the random numbers that were used, and
+statistics over many draws. A clone contains the statistics only. There, peers.py computes the other
+arrays from a scene with the package imagecorruptions.
 """
 
 import zlib
@@ -20,7 +20,8 @@ from peers import DETERMINISTIC, scenes
 
 FROST = str(peers.frost_dir(SHARED / "data" / "frost"))
 RANDOM = tuple(name for name in NAMES if name not in DETERMINISTIC)
-# Share of equal values an independent implementation reached; the rest are off by one: truncated.
+# An independent implementation reached these shares of equal values. The other values differ by
+# one, because results are truncated.
 EQUAL = dict(defocus_blur=0.97, brightness=0.92)
 
 
@@ -38,7 +39,7 @@ def from_golden(array):
     return array.permute(2, 0, 1)[None].contiguous()
 
 
-# --- against ImageNet-C --------------------------------------------------------------------------
+# --- comparison with ImageNet-C ------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_deterministic_corruptions_equal_imagenet_c(z, name):
@@ -56,7 +57,7 @@ def motion(z, key, c):
 
 
 def glass(z, key, c):
-    dx, dy = z[f"{key}/disp"].long().flip(1, 2).unbind(-1)              # in the scan's order
+    dx, dy = z[f"{key}/disp"].long().flip(1, 2).unbind(-1)              # in the order of the scan
     return (dy * 224 + dx)[None],
 
 
@@ -80,7 +81,7 @@ def fog(z, key, c):
     ("elastic_transform", elastic, ["elastic/s2", "elastic/s5"]),
     ("snow", snow, ["snow/s1", "snow/s4"]), ("fog", fog, ["fog/s3"])])
 def test_random_corruptions_equal_imagenet_c(z, name, drawn, keys):
-    """drawn: what draw_<name> would return, from the arrays."""
+    """drawn: returns the random numbers of draw_<name>, taken from the arrays."""
     for key in keys:
         c = CONSTANTS[name][224][int(key.split("/s")[1][0]) - 1]
         out = getattr(corruptions, name)(from_golden(z["clean224"]), c, *drawn(z, key, c))
@@ -88,8 +89,11 @@ def test_random_corruptions_equal_imagenet_c(z, name, drawn, keys):
 
 
 def statistics(out, clean):
-    """Per image: mean, std, mean |change|, PSNR, mean change; power spectra of change and output
-    in 16 rings."""
+    """Return statistics per image, (n, 37).
+
+    They are mean, std, mean |change|, PSNR, mean change, and the power spectra of the change and of
+    the output, in 16 rings each.
+    """
     x, y = out.double() / 255, clean.double() / 255
     d = (x - y).flatten(1)
     first = torch.stack([x.flatten(1).mean(1), x.flatten(1).std(1, correction=0), d.abs().mean(1),
@@ -102,7 +106,7 @@ def statistics(out, clean):
         power = torch.fft.fft2(g - g.mean((1, 2), keepdim=True)).abs().square().flatten(1) / (H * W)
         total = torch.zeros(len(g), 17, dtype=power.dtype).index_add_(1, ring, power)
         spectra.append((total / ring.bincount(minlength=17))[:, :16].add(1e-12).log10())
-    return torch.cat([first, *spectra], 1).nan_to_num()                 # 32 px: no first ring
+    return torch.cat([first, *spectra], 1).nan_to_num()                 # 32 px: ring 0 is empty
 
 
 def assert_same_statistics(z, reference, name, clean, n=12, **options):
@@ -142,15 +146,15 @@ def test_synthetic_frost_resembles_the_photographs(z, reference, clean, n):
 
 @pytest.fixture
 def large(monkeypatch):
-    """The constants of images of 224 pixels at every size."""
+    """Use the constants for 224 pixels at every image size."""
     monkeypatch.setattr(corruptions, "table_of", lambda H, W: 224)
 
 
-# --- against the package imagecorruptions --------------------------------------------------------
+# --- comparison with the package imagecorruptions ------------------------------------------------
 
 @pytest.fixture(scope="module")
 def oracle():
-    """imagecorruptions.corrupt(image, severity, name) for batches."""
+    """Yield imagecorruptions.corrupt as a function of a batch: (images, name, severity)."""
     with peers.imagecorruptions():
         from imagecorruptions import corrupt as theirs
         yield lambda images, name, severity: torch.stack([torch.tensor(
@@ -211,7 +215,7 @@ def test_numbers_depend_on_seed_image_severity(large, name):
     images = scenes(1, 64).expand(3, -1, -1, -1)
 
     def run(**options):
-        return corrupt(images, name, 2, **options)        # `large`: short motions often coincide
+        return corrupt(images, name, 2, **options)        # `large`: short motions can be equal
     first = run()
     assert torch.equal(first, run(seed=0, index=[0, 1, 2]))
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
@@ -235,7 +239,10 @@ def test_table_follows_the_shorter_side():
 
 
 def test_parameters_equal_the_three_scripts():
-    """Once compared with them number by number; those at 64 pixels have no reference images."""
+    """Pin CONSTANTS. They were compared once with the three published scripts, number by number.
+
+    No reference images of 64 pixels exist, so no other test covers the constants for 64 pixels.
+    """
     assert zlib.crc32(repr(CONSTANTS).encode()) == 0xd7bdd20a
 
 
@@ -255,8 +262,8 @@ def test_frost_enlarges_photographs_for_large_images():
     photographs, synthetic = (corrupt(black, "frost", 5, frost_dir=f) for f in (FROST, None))
     assert not torch.equal(photographs, synthetic)
     for textures in (photographs, synthetic):
-        assert textures.float().mean((1, 2, 3)).std() > 10             # five different ones
-    large = corrupt(scenes(1, 400, 700), "frost", 3, frost_dir=FROST)   # four of five are smaller
+        assert textures.float().mean((1, 2, 3)).std() > 10             # five different textures
+    large = corrupt(scenes(1, 400, 700), "frost", 3, frost_dir=FROST)   # four photos are smaller
     assert large.shape == (1, 3, 400, 700) and large.float().std() > 10
 
 

@@ -1,4 +1,4 @@
-"""Scenes, CIFAR-10, ImageNet's layout and broken files: compared with PIL, and across batches."""
+"""Test scenes, CIFAR-10, ImageNet's layout and broken files; compare crops with PIL."""
 
 import io
 import pickle
@@ -81,7 +81,7 @@ def test_scenes_do_not_change_between_versions():
     torch.testing.assert_close(mean[:3], expected.double(), rtol=0, atol=0.05)
     torch.testing.assert_close(spread, torch.tensor([55.737, 58.797, 47.214]).double(), rtol=0,
                                atol=0.05)
-    # of background and classes
+    # number of pixels of the background and of each class
     pixels = [31102, 941, 1446, 428, 914, 1136, 1010, 545, 1671, 1025, 742]
     assert (masks.flatten().bincount() - torch.tensor(pixels)).abs().max() < 10
 
@@ -123,7 +123,7 @@ def fake_cifar(folder, test="test"):
 
 
 def write_batches(folder, train, test):
-    """Write torchvision's files with these images."""
+    """Write these images as torchvision's CIFAR-10 files."""
     root = folder / "cifar-10-batches-py"
     root.mkdir(parents=True)
     parts = [(f"data_batch_{i + 1}", train[0][4 * i:4 * i + 4], train[1][4 * i:4 * i + 4])
@@ -211,14 +211,14 @@ def test_random_crop_follows_its_numbers():
                               (1, 0.5, (100, 100))):
         draw[0], draw[10] = share, ratio  # 4 : 3 and 3 : 4, log-uniform; areas of 8 to 100 %
         assert data.random_crop_box(100, 100, draw)[2:] == box
-    draw[:2], draw[10:12] = (1.0, 0.0), (1.0, 0.5)  # the first does not fit: the second
+    draw[:2], draw[10:12] = (1.0, 0.0), (1.0, 0.5)  # the first does not fit, the second does
     assert data.random_crop_box(100, 100, draw)[2:] == (28, 28)
     draws = uniform(torch.arange(1000), 22, 0, RANDOM_CROP).tolist()
     for width, height in ((400, 300), (1000, 20), (20, 1000), (1, 1), (3, 500)):
         left, top, w, h = np.array([data.random_crop_box(width, height, draw) for draw in draws]).T
         assert min(left.min(), top.min()) >= 0 and min(w.min(), h.min()) >= 1
         assert (left + w).max() <= width and (top + h).max() <= height
-    # nothing fits: central, ratio 4/3
+    # no box fits: a central crop of ratio 4/3
     assert data.random_crop_box(1000, 20, draws[0]) == (486, 0, 27, 20)
 
 
@@ -320,7 +320,7 @@ def read_all(folder):
 
 
 def test_broken_pngs_never_kill_the_process(tmp_path):
-    """Change one byte, or put valid checksums around invalid pixels; libpng dies at both."""
+    """Change one byte, or write invalid pixels with valid checksums. libpng crashes on both."""
     whole, rows = encoded(photo(24, 16, mode="L"), "PNG").tobytes(), bytes(72)
     header = grey_header(8, 8)
     for i in range(8, len(whole), max(len(whole) // 60, 1)):
@@ -350,14 +350,14 @@ def test_grey_masks_give_their_stored_values(tmp_path, bits):
 
 
 def test_texts_and_profiles_hide_no_image():
-    """Pillow alone rejects a file with a compressed text of two megabytes."""
+    """Pillow rejects a file with a compressed text of two megabytes by default."""
     chunks = [grey_header(8, 8), (b"zTXt", b"a\0\0" + compress(bytes(2 ** 21))), (b"iCCP", b"?"),
               (b"IDAT", compress((b"\0" + b"\x07" * 8) * 8)), (b"IEND", b"")]
     image = decode(np.frombuffer(png(*chunks), np.uint8), "x")
     assert image.shape == (3, 8, 8) and (image == 7).all()
 
 
-def test_whatever_a_decoder_raises_names_the_file(tmp_path, monkeypatch):
+def test_every_decoder_error_names_the_file(tmp_path, monkeypatch):
     path = tmp_path / "a.webp"
     photo(9, 9).save(path)
     for kind in (ValueError, SyntaxError, struct.error, KeyError, MemoryError):

@@ -1,4 +1,4 @@
-"""Check by numbers the corrections in docs/differences.md and the lecture."""
+"""Check numerically the corrections in docs/differences.md and in the lecture."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_coefficients_of_an_axis_sum_to_0():
 
 def test_the_inverse_in_section_222_does_not_exist():
     centring = torch.eye(N, dtype=torch.float64) - 1 / N
-    assert torch.linalg.svdvals(centring)[-1] < 1e-14           # singular to rounding
+    assert torch.linalg.svdvals(centring)[-1] < 1e-14           # singular up to rounding
     G = kpca.kernel_pca(draw(N, D)).G                           # G~ does not depend on the mean
     assert G.sum(1).abs().max() < 1e-12 * G.abs().max()
 
@@ -87,9 +87,9 @@ def test_algorithm_2_as_printed_misses_L():
         return (M - L - S).norm() / M.norm(), (L - low).norm() / low.norm()
 
     for S_first in (True, False):
-        left, wrong = run(1 / mu, +1, S_first)                  # as ADMM prescribes: either order
+        left, wrong = run(1 / mu, +1, S_first)                  # ADMM's rule, in either order
         assert left < 1e-7 and wrong < 1e-6
-        assert run(mu, +1, S_first)[1] > 0.1                    # the threshold alone: another L
+        assert run(mu, +1, S_first)[1] > 0.1                    # a wrong threshold: another L
     assert not run(mu, -1, True)[0] < 1e8                       # as printed
     assert run(mu, -1, False)[1] > 0.1
 

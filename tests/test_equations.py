@@ -12,7 +12,7 @@ LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L(\d+)\)")        # name, file
 
 
 def line_of(name, file):
-    """The number of the first line in a file with a tag, "# Eq. 1", or a definition, "lm.LM"."""
+    """Return the number of the first line with a tag ("# Eq. 1") or a definition ("lm.LM")."""
     word = re.escape(name.rpartition(".")[2])
     pattern = (rf"^ +\S.*{re.escape(name)}(?!\d)" if name.startswith("#") else
                rf"^(def|class) {word}\b|^{word} =")

@@ -1,4 +1,4 @@
-"""The evaluator on other models: files of timm, DeiT and the released code; user functions."""
+"""Evaluate other models: files of timm, DeiT and the released code, and user functions."""
 
 import argparse
 
@@ -50,7 +50,7 @@ class Wrapped(nn.Module):
         return self.change(self.net, x)
 
 
-few = lambda: __import__("parts").few()                   # of a file beside it
+few = lambda: __import__("parts").few()                   # from a file in this folder
 pairs = lambda: Wrapped(lambda net, x: dict(scores=net(x), boxes=None))
 probabilities = lambda: linear().append(nn.Softmax(1))
 blind = lambda: Wrapped(lambda net, x: net(x.detach()).detach())
@@ -62,7 +62,7 @@ broken = lambda: Wrapped(lambda net, x: net(nothing))
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a ViT of timm's in three layouts, and a module of builders; and the network."""
+    """Return (folder, network): files of a timm ViT in several layouts, and modules of builders."""
     folder = tmp_path_factory.mktemp("foreign")
     torch.manual_seed(0)
     net = timm.create_model("vit_tiny_patch16_224", img_size=48, depth=2, num_classes=10).eval()
@@ -168,7 +168,7 @@ half = lambda: Net(lambda z: z).bfloat16()
 
 
 def test_ordinary_user_files_are_evaluated(tmp_path, monkeypatch):
-    """A dataclass under future annotations, sibling imports, outputs of transformers, bfloat16."""
+    """A file may have dataclasses, sibling imports, outputs as in transformers, and bfloat16."""
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "net.py").write_text(USER_FILE)
     (tmp_path / "my" / "sibling.py").write_text("CLASSES = 10\nflat = lambda x: x.flatten(1)\n")
@@ -188,7 +188,10 @@ def test_ordinary_user_files_are_evaluated(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def field(tmp_path_factory):
-    """A network whose file stores an average and was made with two heads; and other weights."""
+    """Return (folder, networks): a file with the weights of two networks, and 24 photos.
+
+    The file stores the first network as `model` and the second one as `model_ema`, its average.
+    """
     folder, nets = tmp_path_factory.mktemp("field"), []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -224,7 +227,7 @@ def test_foreign_flags_change_the_model_and_row(field, tmp_path):
 
 
 def test_edited_model_file_is_measured_again(tmp_path, monkeypatch):
-    """Its weights are the same, as where a normalisation has other numbers."""
+    """The edit changes a factor but no weights, as a new normalisation would."""
     monkeypatch.chdir(tmp_path)
     for scale, rows in ((1, 1), (1, 1), (0, 2)):
         (tmp_path / "net.py").write_text(BUILDERS + f"""
@@ -288,13 +291,13 @@ def test_own_pap_attention_is_attacked_adaptively(tmp_path, monkeypatch):
     pgd, symmetric_pgd, adaptive, symmetric = rows
     assert "plain" not in adaptive and symmetric["plain"]
     assert symmetric["right"] == symmetric_pgd["right"] and adaptive["top1"] <= pgd["top1"]
-    assert adaptive["mean_l2"] != pgd["mean_l2"]          # an image left may be another one
+    assert adaptive["mean_l2"] != pgd["mean_l2"]          # other images may be left
 
 
 # --- some of ImageNet's classes ------------------------------------------------------------------
 
 def test_some_imagenet_folders_use_all_logits(files, tmp_path, monkeypatch):
-    """Timm's own prediction is right where it is the index of the folder's name among 1,000."""
+    """A prediction is right if it is the index of the folder's name among the 1,000 classes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(files[0])
     import my
@@ -330,7 +333,7 @@ def test_corrupted_folder_equals_corruption_on_the_fly(tmp_path, task, side, cro
     copy = [tmp_path / "val", tmp_path / "c", "--types", "fog", "gaussian_noise", "--severities", 5,
             2, "--size", 32, "--crop_pct", crop_pct, "--seed", 3]
     call(corrupt_folder.main, copy)
-    with pytest.raises(common.InputError, match="c exists"):            # nothing is overwritten
+    with pytest.raises(common.InputError, match="c exists"):            # no file is overwritten
         call(corrupt_folder.main, copy)
     how = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path, "--num_workers", 0, "--seed", 3)
     made = rows_of(tmp_path / "made", *how, "--severities", 2, 5, "--measures",

@@ -1,4 +1,4 @@
-"""The evaluator on classifiers: rows equal attacking by hand, are kept and pooled; the table."""
+"""Evaluate classifiers: rows equal plain loops, are kept and pooled, and fill the table."""
 
 import argparse
 import contextlib
@@ -140,7 +140,10 @@ def test_evaluate_needs_integer_class_labels(change, words):
 
 def make_checkpoint(path, classes=tuple(SHAPES), image_size=32, attn="rpc", seed=0, task="shapes",
                     patch_size=8, flags=None, step=0, more=(), **options):
-    """An untrained ViT whose head is fitted to 80 scenes: some are right, some wrong."""
+    """Save and return an untrained ViT.
+
+    Its head is fitted to 80 scenes, so that some predictions are right and some are wrong.
+    """
     torch.manual_seed(seed)
     config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=patch_size,
                        num_classes=len(classes), attn=attn, **options)
@@ -164,18 +167,18 @@ def run(*flags):
 
 
 def error(*flags):
-    """The line in which it ends."""
+    """Return the error line of the script with these flags."""
     return refused(eval_robust, "--device cpu", flags)
 
 
 def rows_of(folder, *flags):
-    """The rows of a run that went well, in the order in which they were written."""
+    """Return the rows of a run without errors, in the order of writing."""
     run(*flags, "--out_dir", folder)
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 def line_of(table, name):
-    """The cells of the first line of a table with this name."""
+    """Return the cells after the first two, from the first line of the table named `name`."""
     line = next(line for line in table.splitlines() if line.startswith(f"| {name} "))
     return [cell.strip() for cell in line.strip("|").split("|")][2:]
 
@@ -187,7 +190,7 @@ QUICK = ("--measures", "clean", "noise", "pgd steps=5", "corruptions",
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
-    """A folder with two models, a.pt and b.pt, their rows in one/, and what was printed."""
+    """Return (folder, flags, output) of a run on two models, a.pt and b.pt, with rows in one/."""
     folder, of = tmp_path_factory.mktemp("eval"), dict(num_images=1000)   # 200 images for testing
     make_checkpoint(folder / "a.pt", flags=of)
     make_checkpoint(folder / "b.pt", attn="softmax", seed=1, flags=of)
@@ -223,16 +226,16 @@ def test_second_run_adds_missing_rows(first_run):
     lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
     cut = folder / "cut"
     cut.mkdir()
-    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])    # killed in a line
+    (cut / "results.jsonl").write_text("".join(lines[:33]) + lines[33][:40])  # killed inside a line
     run(*models, *QUICK, "--out_dir", cut)
-    assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))   # not again
+    assert (cut / "results.jsonl").read_text().startswith("".join(lines[:33]))   # kept
     whole, added = ({key: (row["top1"], row["right"]) for key, row in read_rows(some).items()}
                     for some in (folder / "one", cut))
     assert whole == added
 
 
 def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
-    """Settings are the signature's: words, yes or no, numbers."""
+    """Settings are arguments of the attack's signature: words, yes or no, or numbers."""
     def push(model, images, labels, eps, *, up=True, times=2.0, by="eps"):
         return images + (1 if up else -1) * times * (eps if by == "eps" else 0.25)
 
@@ -279,12 +282,12 @@ def test_settings_come_from_signature_and_preset():
         ("spsa", dict(eps=0.1, steps=40, pairs=128, centre="legacy", **paper)),
         ("cw", dict(confidence=10, steps=1000, lr=0.005, search_steps=5, c0=0.01, **paper)),
         ("noise", dict(scale=0.3, kind="uniform", best_of=1, draws=3, **paper)), ("clean", {})]
-    for name in eval_robust.ATTACKS:                      # what the evaluator passes is no setting
+    for name in eval_robust.ATTACKS:            # arguments of the evaluator are no settings
         assert not {"targets", "surrogates", "seed", "clip"} & eval_robust.settings_of(name).keys()
 
 
 def test_measure_text_reads_back_equal():
-    """To the last bit, also where a number has no short name."""
+    """Numbers are equal bit for bit, even if they have no short decimal form."""
     texts = ["pgd eps=0.4/255 alpha=0.123456789 steps=7", "cw lr=0.3 confidence=-1",
              "noise scale=0.07 kind=gaussian", "fgsm eps=1/3,0.031,1,0",
              "apgd loss=dlr", "corruptions type=fog jpeg85=yes"]
@@ -309,7 +312,10 @@ def test_limit_takes_prefix_of_random_order():
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
-    """val/, a/, o/ and odd/ of 8, 3, 2 and 2 of 8 classes, a network: (folder, model, names)."""
+    """Return (folder, model, class names).
+
+    val/ has all 8 classes; a/, o/ and odd/ have 3, 2 and 2 classes. In odd/, n99 is unknown.
+    """
     folder, classes = tmp_path_factory.mktemp("trees"), [f"n{i}" for i in range(8)]
     images = load_shapes("test", 40).images
     kept_in = dict(val=classes, a=classes[2:5], o=classes[:2], odd=["n1", "n99"])
@@ -354,7 +360,7 @@ def test_imagenet_a_and_o_use_their_classes(trees, tmp_path):
 
 
 def test_released_arrays_match_the_test_split(tmp_path):
-    """CIFAR-10-C's layout; test_eval_models.py reads ImageNet-C's."""
+    """Test CIFAR-10-C's layout; test_eval_models.py tests ImageNet-C's."""
     labels = np.arange(10000) % 7
     images = torch.empty(10000, 3, 2, 2, dtype=torch.uint8)
     source = Split(images, torch.from_numpy(labels), ["a"] * 7)
@@ -397,7 +403,7 @@ def test_corruptions_start_from_bilinear_crop(tmp_path, monkeypatch):
     assert how == [("fog", 3, [0], dict(seed=7, frost_dir="ice"))]
 
 
-# --- which row is it? ----------------------------------------------------------------------------
+# --- the identity of a row -----------------------------------------------------------------------
 
 def test_models_with_shared_weights_have_own_columns(tmp_path):
     """RPC and symmetric models have the same parameters; only model_config differs."""
@@ -439,10 +445,10 @@ def test_key_has_every_identifying_field():
     assert results.key(row) == results.key(moved)
 
 
-# --- attacks, as they are measured ---------------------------------------------------------------
+# --- how attacks are measured --------------------------------------------------------------------
 
 def alone(**given):
-    """A Run of four images at a time in this process. given: its fields, or flags."""
+    """Return a Run in this process, with batches of four images. given: fields of Run, or flags."""
     fields = {name: given.pop(name) for name in Run._fields if name in given}
     flags = dict(seed=0, limit=None, data_dir=None, frost_dir=None, corrupted_dir=None,
                  severities=None, num_workers=0) | given
@@ -499,7 +505,7 @@ def test_scores_need_no_float64_on_the_device(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A network with 40 of 200 scenes, some right, some wrong: (Loaded, source, index)."""
+    """Return (Loaded, source, index): a network and 40 of 200 scenes, some right, some wrong."""
     path = tmp_path_factory.mktemp("small") / "m.pt"
     make_checkpoint(path, flags=dict(num_images=1000))                  # 200 images, fitted to 80
     index = eval_robust.pick(200, "clean", alone(limit=40).args, "shapes")
@@ -507,7 +513,7 @@ def small(tmp_path_factory):
 
 
 def test_stage_counts_image_led_to_its_label(monkeypatch):
-    """Predicted 1, of class 0: the attack leads away from 1, to 0."""
+    """The model predicts 1 for an image of class 0. The attack moves away from 1, towards 0."""
     def lucky(model, images, labels, *, trace):
         trace += [dict(stage="clean", robust=torch.tensor([True, True])),
                   dict(stage="apgd-ce", robust=torch.tensor([False, True]))]
@@ -557,7 +563,7 @@ def test_only_noise_and_transfer_change_wrong_images(monkeypatch):
         mean, std = torch.zeros(()), torch.ones(())
 
         def forward(self, x):
-            return torch.eye(2)[:1].expand(len(x), 2)     # its prediction
+            return torch.eye(2)[:1].expand(len(x), 2)     # predicts class 0
 
     source = Split(torch.zeros(2, 3, 4, 4).byte(), torch.tensor([0, 1]), ["a", "b"])
     for name in ("noise", "transfer", "fgsm", "pgd", "cw", "square"):
@@ -573,11 +579,13 @@ def test_only_noise_and_transfer_change_wrong_images(monkeypatch):
 
 
 def test_cw_radius_counts_moved_images(monkeypatch):
-    """Of four images 16 values rise by 0.1, 0.2, 0.3, 0.45: in L2 by four times that. The fifth is
-    wrong already."""
+    """The attack raises 16 values of an image, by 0.1, 0.2, 0.3 or 0.45 in the first four images.
+
+    So the L2 distances are four times as large. The fifth image is wrong without an attack.
+    """
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2)).eval()
     model[1].weight.data = torch.eye(48)[:1].T.mul(torch.tensor([[-1.0, 1.0]])).T
-    model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1: the first value is nearly 1
+    model[1].bias.data = torch.tensor([0.99, -0.99])      # class 1 if the first value is nearly 1
     images = torch.full((5, 3, 4, 4), 100, dtype=torch.uint8)
     images[:, 0] = torch.tensor([230, 204, 178, 140, 0]).view(5, 1, 1).byte()
     monkeypatch.setitem(eval_robust.ATTACKS, "cw", lambda model, x, labels:
@@ -614,7 +622,7 @@ def test_per_class_equals_hand_count(small, tmp_path):
 # --- tables --------------------------------------------------------------------------------------
 
 def made_up(model, errors):
-    """Rows of corruptions with these errors in percent."""
+    """Return rows of corruptions with these errors in percent."""
     fields = dict(model=model, kind=model, checkpoint=model, weights=model, model_config={},
                   task="classification", data="imagenet", data_dir="x", imagenet1k=False, images=50,
                   seed=0, precision="float32")
@@ -624,7 +632,7 @@ def made_up(model, errors):
 
 
 def attacked(model, name, eps, right, settings=(), **more):
-    """A row of an attack that left these images right."""
+    """Return the row of an attack after which these images are still right."""
     row, = made_up(model, dict(fog=0))
     settings = dict(eps=eps, **dict(settings))
     return row | dict(name=name, settings=settings, images=len(right), right=pack(right),
@@ -656,7 +664,7 @@ def test_worst_case_is_taken_image_by_image():
             of("noise", 1, ~a) | dict(settings=dict(scale=1))]
     worst, = results.worst_cases(rows)
     assert (worst["settings"], worst["images"]) == (dict(eps=1 / 255, of="fgsm,pgd"), 6)
-    both = a[:6] & b[:6]                                  # fewer images are the first of more
+    both = a[:6] & b[:6]                                  # the 6 images are the first of the 12
     assert 0 < both.sum() < min(a[:6].sum(), b[:6].sum())
     assert not torch.equal(both, a[-6:] & b[:6])
     top1 = 100 * both.double().mean().item()
@@ -667,7 +675,7 @@ def test_worst_case_is_taken_image_by_image():
 
 
 def test_rows_with_different_keys_have_own_lines():
-    """Also where one of them has a setting that the other lacks."""
+    """This also holds if only one of two rows has a setting."""
     def lines(rows):
         cells = [re.match(r"\| (.*), top1 +\|", line) for line in table(rows).splitlines()]
         return [cell[1] for cell in cells if cell and not cell[1].startswith("worst")]
@@ -679,7 +687,7 @@ def test_rows_with_different_keys_have_own_lines():
     assert lines([row, row | dict(settings=alpha)]) == [
         "pgd eps=2/255", "pgd eps=2/255 alpha=2/255"]
     assert lines([row | dict(settings=paper)]) == ["pgd eps=2/255 conditions=paper"]
-    # every pair of rows whose keys differ has lines of its own
+    # rows with different keys have different lines
     fields = dict(settings=[steps, alpha, paper, steps | dict(steps=4)], seed=[0, 1],
                   data_dir=["x", None], precision=["float32", "tf32"])
     rows = [row | dict(zip(fields, values)) for values in itertools.product(*fields.values())]
@@ -688,10 +696,10 @@ def test_rows_with_different_keys_have_own_lines():
 
 # --- the command ---------------------------------------------------------------------------------
 
-def test_rows_lie_in_first_run_checks_write_nothing(tmp_path, monkeypatch):
+def test_rows_go_to_run_folder_checks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # a file of no run: under out/
+    run("--ckpt", "m.pt", "--measures", "clean", "--limit", 8)        # no log.jsonl: rows in out/
     (tmp_path / "log.jsonl").write_text("")
     run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 8)
     assert [len(read_rows(tmp_path / f)) for f in ("out/m/robust", "robust")] == [1, 1]
@@ -718,7 +726,7 @@ def test_retrained_source_is_measured_again(tmp_path):
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory):
-    """Return a folder with models that do not fit together, and folders of images."""
+    """Return a folder with two models of different image sizes, and a folder of photos."""
     folder = tmp_path_factory.mktemp("odd")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "large.pt", image_size=64)

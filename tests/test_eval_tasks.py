@@ -1,4 +1,4 @@
-"""The evaluator on Segmenters, language models and own photos: rows equal plain loops."""
+"""Evaluate Segmenters, language models and your own photos; rows equal plain loops."""
 
 import math
 from dataclasses import asdict
@@ -26,7 +26,7 @@ from vit import SIZES
 
 
 def save_segmenter(path, attn="rpc", seed=0, classes=None, flags=None):
-    """Save an untrained Segmenter, of 10 rendered scenes by default."""
+    """Save and return an untrained Segmenter. classes: default, the classes of the scenes."""
     classes = classes or list(Scenes("test", 1, 32).classes)
     torch.manual_seed(seed)
     size = {**SIZES["nano"], "depth": 1}
@@ -41,7 +41,7 @@ def save_segmenter(path, attn="rpc", seed=0, classes=None, flags=None):
 
 
 def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
-    """An untrained language model of a small text, folder/text, as a checkpoint."""
+    """Write a small text to folder/text; save and return an untrained language model of it."""
     (folder / "text").mkdir(exist_ok=True)
     for i, split in enumerate(("train", "valid", "test")):
         words = [["the cat sat", "dogs run <unk>", "AAA bears eat fish"][(j * (i + 1) + j // 3) % 3]
@@ -62,7 +62,7 @@ def save_language_model(folder, name="lm.pt", attn="rpc", seed=0):
 # --- Segmenters ----------------------------------------------------------------------------------
 
 def iou_by_hand(model, index, change=lambda image, i: image, **how):
-    """(pixel accuracy, mean accuracy, mean IoU) in percent over rendered scenes, class by class."""
+    """Return [pixel accuracy, mean accuracy, mean IoU] in percent over scenes, by loops."""
     source, right, truth, said = Scenes("test", 10, 32), *torch.zeros(3, 11, dtype=torch.float64)
     for i in index.tolist():
         image, label = source[i]
@@ -78,7 +78,7 @@ def iou_by_hand(model, index, change=lambda image, i: image, **how):
 
 @pytest.fixture(scope="module")
 def segmented(tmp_path_factory):
-    """A folder, its Segmenters a.pt and b.pt, and the rows of a run on both."""
+    """Return (folder, models, rows): Segmenters a.pt and b.pt, and the rows of a run on both."""
     folder = tmp_path_factory.mktemp("seg")
     models = [save_segmenter(folder / f"{name}.pt", seed=i) for i, name in enumerate("ab")]
     rows = rows_of(folder / "r", "--ckpt", folder / "a.pt", folder / "b.pt", "--limit", 3,
@@ -126,7 +126,7 @@ def test_two_processes_segment_every_image_once(segmented):
 @pytest.mark.parametrize("names, works", [
     (["square", "circle"], True), (["circle", "square"], False), (None, True)])
 def test_class_names_of_masks_are_compared(tmp_path, names, works):
-    """The same masks with the names of the training, with others, and without names."""
+    """Masks come with the class names of the training, with swapped names, or without names."""
     for part in ("images", "annotations"):
         (tmp_path / "masks" / part).mkdir(parents=True)
     for i, image in enumerate(load_shapes("test", 4, 32).images):
@@ -149,7 +149,7 @@ def test_class_names_of_masks_are_compared(tmp_path, names, works):
 
 @torch.no_grad()
 def nats_by_hand(model, tokens, window, stride):
-    """Nats of tokens[1:], one at a time: each sees the tokens of its window before it."""
+    """Return the nats of tokens[1:]. Each token depends on the earlier tokens of its window."""
     nats, end = [], window
     while len(nats) < len(tokens) - 1:
         end = min(end, len(tokens) - 1)
@@ -162,7 +162,7 @@ def nats_by_hand(model, tokens, window, stride):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A folder with two language models, lm.pt and other.pt, and the rows of a run on both."""
+    """Return (folder, models, rows): lm.pt and other.pt, and the rows of a run on both."""
     folder = tmp_path_factory.mktemp("lm")
     models = [save_language_model(folder, "lm.pt"), save_language_model(folder, "other.pt", seed=1)]
     rows = rows_of(folder / "r", "--ckpt", folder / "lm.pt", folder / "other.pt", "--stride", 3,
@@ -231,7 +231,7 @@ def test_flags_of_other_tasks_are_one_line(texts, monkeypatch, ckpt, flags, word
     assert words in error("--ckpt", *ckpt.split(), *flags, "--out_dir", "bad")
 
 
-# --- own photos -------------------------------------------------------------------------
+# --- your own photos ---------------------------------------------------------------------
 
 def test_own_photos_use_held_out_images(tmp_path):
     for i, image in enumerate(load_shapes("test", 40).images):
@@ -244,7 +244,7 @@ def test_own_photos_use_held_out_images(tmp_path):
     how = "--ckpt", tmp_path / "m.pt", "--measures", "clean"
     row, = rows_of(tmp_path / "r", *how)
     assert row["images"] == 4 and row["data_dir"] == str(tmp_path / "photos")
-    assert "top5" not in row                              # four classes
+    assert "top5" not in row                              # only four classes
     _, row = rows_of(tmp_path / "r", *how, "--data_dir", tmp_path / "photos2")
     _, photos = find_photos(tmp_path / "photos2")
     all_of_it = decode_all(photos["all"], classes, 32)

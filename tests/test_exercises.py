@@ -1,4 +1,4 @@
-"""lecture/exercises: holes, right answers, wrong answers, and the hints for common mistakes."""
+"""Test lecture/exercises: holes fail, right answers pass, common mistakes get their hint."""
 
 import re
 from pathlib import Path
@@ -41,7 +41,8 @@ def fill(folder, number, lines):
     name = exercises.EXERCISES[number][0]
     text = (ROOT / "lecture/exercises" / name).read_text()
     for line in lines:
-        text = re.sub(r"(?<== )\.\.\.(?=\s)|(?<=return )\.\.\.(?=\s)", lambda _: line, text, count=1)
+        text = re.sub(r"(?<== )\.\.\.(?=\s)|(?<=return )\.\.\.(?=\s)", lambda _: line, text,
+                      count=1)
     (folder / name).write_text(text)
     return folder
 

@@ -34,7 +34,7 @@ def small(**kind):
 
 
 def reference_model(weights, pos_features, dtype, **kind):
-    """Build our model with the weights and the position code of the reference, float32."""
+    """Build our model with the reference's weights and position code; also return the weights."""
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)
     weights = {k: v for k, v in weights.items() if k in m.state_dict()}
     load_weights(m, weights)
@@ -96,7 +96,7 @@ def test_gradients_equal_the_model_written_out(golden, kind):
     for name, p in m.named_parameters():
         assert p.grad.abs().max() > 0, name
         torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-10, atol=1e-10, msg=name)
-    if rpc:  # the shrinkage acts
+    if rpc:  # S is neither empty nor full
         assert 0.1 < (m.blocks[0].attn.trace(seen[0])[0]["S"] != 0).double().mean() < 0.999
 
 
@@ -110,7 +110,7 @@ def test_parameters_and_multiplications_are_the_published_ones():
     assert count("softmax") == 7_319_920 and count("symmetric") == count("rpc") == 6_801_136
     assert count("softmax", "fan_small") == 28_345_336
     assert count("symmetric", "fan_small") == 26_275_576
-    assert count("rpc", class_attn="softmax") == 6_875_248  # with queries
+    assert count("rpc", class_attn="softmax") == 6_875_248  # class attention with queries
     with FlopCounterMode(display=False) as products:
         build("softmax")(torch.zeros(1, 3, 224, 224, device="meta"))
     assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4  # 1.49 with the norms
@@ -120,7 +120,7 @@ def test_parameters_and_multiplications_are_the_published_ones():
 
 @pytest.mark.parametrize("patch_size,widths,tokens",
                          [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
-def test_a_small_stem_ends_the_large_one(patch_size, widths, tokens):
+def test_small_stem_has_the_last_convolutions(patch_size, widths, tokens):
     m = FAN(FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
     assert [c.out_channels for c in m.patch_embed.modules()
             if isinstance(c, torch.nn.Conv2d)] == widths
@@ -154,7 +154,7 @@ def test_initial_weights_and_the_eps_of_every_norm():
 
 
 def test_batch_norm_over_processes_equals_pytorch(monkeypatch):
-    """Only eight values, so that the variances of sample and population differ."""
+    """Use eight values per channel, so that the variances of sample and population differ."""
     ours, theirs, x = BatchNorm(3), torch.nn.BatchNorm2d(3), torch.randn(2, 3, 2, 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)

@@ -1,4 +1,4 @@
-"""Rows under flags that are not the default equal plain loops over batches of another size."""
+"""Rows of runs whose flags are not the defaults equal plain loops."""
 
 import pytest
 import torch
@@ -16,16 +16,16 @@ from vit import ViT, ViTConfig
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a model, which the flags below name."""
+    """Return a folder with the model a.pt, which the flags below name."""
     folder = tmp_path_factory.mktemp("flags")
     make_checkpoint(folder / "a.pt", patch_size=16, flags=dict(num_images=1000))
     return folder
 
 
 def by_hand(place, eps, paper):
-    """Who is right in the test below, (n, 2) bool for each measure, by loops over batches of 6.
+    """Return {measure: (n, 2) bool}: top-1 and top-5 correct, by loops over batches of 6.
 
-    paper: attacks are on normalised tensors, lead away from predictions and do not clip.
+    paper: attacks use normalised tensors, move away from the predictions and do not clip.
     """
     checkpoint = common.load(place / "a.pt")
     model = ViT(ViTConfig(**checkpoint["model_config"])).eval()
@@ -66,9 +66,11 @@ def by_hand(place, eps, paper):
 
 @pytest.mark.parametrize("preset, k, largest", [("default", 0.4, 1), ("paper", 3, 0.229)])
 def test_rows_equal_plain_loops_under_other_flags(place, tmp_path, preset, k, largest):
-    """Budget: k/255; largest: of the channels' stds, which are the pixels of a normalised unit.
+    """Compare the rows at --eps k/255 with by_hand().
 
-    An image on the boundary may fall on either side: the loops' rounding is that of other batches.
+    largest: the largest change of a pixel for eps 1; with the paper preset, the largest std of a
+    channel. One image near the decision boundary may differ, because the loops form other batches
+    and round differently.
     """
     found = rows_of(
         tmp_path, "--ckpt", place / "a.pt", "--preset", preset, "--eps", f"{k}/255", "--limit", 20,
@@ -77,7 +79,7 @@ def test_rows_equal_plain_loops_under_other_flags(place, tmp_path, preset, k, la
         "fgsm", "pgd steps=4 rel_step=0.4 random_start=no")
     rows = {row["name"]: row for row in found}
     hand = by_hand(place, k / 255, preset == "paper")
-    assert 0 < hand["pgd"][:, 0].sum() < hand["clean"][:, 0].sum() < 20      # not by chance
+    assert 0 < hand["pgd"][:, 0].sum() < hand["clean"][:, 0].sum() < 20      # the attack acts
     names = dict(clean=["clean"], corruptions=["fog 2", "fog 5"], noise=["noise 0", "noise 1"],
                  fgsm=["fgsm"], pgd=["pgd"])
     assert list(rows) == list(names)

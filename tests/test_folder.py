@@ -1,4 +1,4 @@
-"""Your own photos and masks: which files are found, held out and evaluated."""
+"""Test your own photos and masks: which files are found, held out and evaluated."""
 
 import os
 from argparse import Namespace
@@ -48,9 +48,9 @@ def evaluated(root, **trained):
     return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None)
 
 
-# --- what is held out -----------------------------------------------------------------------------
+# --- held-out files -------------------------------------------------------------------------------
 
-def test_one_tenth_chooses_another_is_reported():
+def test_one_tenth_validates_another_tenth_is_reported():
     for n, n_val, n_test in ((0, 0, 0), (1, 0, 0), (2, 0, 1), (3, 1, 1), (14, 1, 1), (40, 4, 4)):
         paths = [f"root/a/{i}.jpg" for i in range(n)]
         val, test = hold_out_by_name(paths, "root")
@@ -124,9 +124,9 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
                   "batch_size=4", "keep_best=True",
                   "skipping: cannot decode photos/owl/9.png", "validation accuracy", "best.pt"):
         assert words in out, words
-    assert out.count("owl/notes.heic") == 1                 # once
+    assert out.count("owl/notes.heic") == 1                 # named once
 
-    # an evaluation loads the images that neither trained nor chose
+    # an evaluation loads images that were used neither to train nor to choose best.pt
     run, best = common.load("out/folder_symmetric"), common.load("out/folder_symmetric/best.pt")
     args = run["args"]
     assert [args[name] for name in ("data", "data_dir", "keep_best")] == ["folder", "photos", True]
@@ -180,11 +180,11 @@ def test_folders_without_a_training_are_one_line():
     assert not Path("out").exists()
 
 
-def test_no_class_disappears_in_silence(capsys):
+def test_no_class_is_left_out_silently(capsys):
     make("photos", 3)
-    make("photos/horse", 3, classes=["indoor"])             # a folder deeper
+    make("photos/horse", 3, classes=["indoor"])             # one level deeper
     make("photos", 2, classes=["bird"])
-    for path in Path("photos/bird").iterdir():              # of another format
+    for path in Path("photos/bird").iterdir():              # another format
         path.rename(path.with_suffix(".heic"))
     Path("photos/fish").mkdir()                             # empty
     make("photos/cat", 2, classes=["more", "album.jpg"])    # folders inside a class
@@ -223,21 +223,21 @@ def test_another_folder_is_evaluated_whole(capsys):
     make("photos2", 4, classes=["bus", "car"])
     trained = dict(data="folder", data_dir="photos", keep_best=True)
     assert len(evaluated("photos", **trained).labels) == 3 and not capsys.readouterr().out
-    other = evaluated("photos2", **trained)  # its classes are for the caller to judge
+    other = evaluated("photos2", **trained)  # the caller checks its classes
     assert len(other.labels) == 8 and other.classes == ["bus", "car"]
     assert "photos2" in capsys.readouterr().out
     assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
     make("photos3/val", 3)
-    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is a folder
+    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is enough
 
 
-def test_only_open_flags_are_chosen():
+def test_only_missing_flags_are_chosen():
     make("photos", 10)
     names = ("model", "image_size", "epochs", "pad", "keep_best")
     args = Namespace(data="folder", data_dir="photos", patch_size=2, batch_size=7,
                      **dict.fromkeys(names))
     assert photo_flags(args) == dict(model="nano", image_size=32, epochs=9, pad=4,
-                                     keep_best=True)                        # of 24 images
+                                     keep_best=True)                        # for 24 images
     args.image_size = 48
     assert photo_flags(args)["pad"] == 6
     vars(args).update(photo_flags(args))
@@ -262,7 +262,7 @@ def test_phone_photos_and_their_masks_are_upright(kind):
         lying.save(f"mine/images/{orientation}.{kind}", exif=exif, quality=95)
         mask = Image.fromarray(upright[..., 0])
         mask.save(f"mine/annotations/{orientation}.png")
-    lying.convert("L").save(f"mine/annotations/{orientation}.png", exif=exif)   # as its photo
+    lying.convert("L").save(f"mine/annotations/{orientation}.png", exif=exif)   # like its photo
     tree = own_folder("mine", "all", [0, 255], [])
     for image, label in tree:
         assert image.shape[1:] == label.shape == (48, 32)
@@ -272,7 +272,7 @@ def test_phone_photos_and_their_masks_are_upright(kind):
 
 def test_recipes_follow_number_and_size():
     assert [photo_recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
-    # 1.8 sqrt n; 3,000 steps; 8
+    # epochs: 1.8 sqrt(n), but at most 3,000 steps, and at least 8 epochs
     assert [photo_recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
     assert [photo_recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
     assert mask_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
@@ -372,10 +372,10 @@ def test_masks_need_one_flag(capsys):
     assert len(others) == 18 and not {*others} & {*test.files}
     call(train_seg.main, "--resume a --max_steps 3")
     elsewhere = load_segmentation(args, "test", {**run["args"], "data_dir": "other"})
-    assert len(elsewhere) == 20                     # the network was not trained there
+    assert len(elsewhere) == 20                     # all of another folder
     names = ("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every", "keep_best")
     flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **dict.fromkeys(names))
-    assert "patch_size" not in mask_flags(flags)    # it is the backbone's
+    assert "patch_size" not in mask_flags(flags)    # the backbone sets it
 
 
 def test_two_pairs_train_without_selection(capsys):
@@ -393,7 +393,7 @@ def test_every_listing_of_masks_follows_one_rule(capsys):
         path.rename(path.with_suffix(".PNG"))               # as Windows writes them
     os.rename("mine/annotations/00.PNG", "linked.png")
     os.symlink(os.path.abspath("linked.png"), "mine/annotations/00.png")
-    Path("mine/annotations/more").mkdir()                   # no value of these counts
+    Path("mine/annotations/more").mkdir()                   # these files are ignored
     Image.new("L", (40, 16), 77).save("mine/annotations/more/00.png")
     Image.new("L", (40, 16), 78).save("mine/annotations/alone.png")
     Path("mine/annotations/03.bmp").write_bytes(b"")
@@ -419,7 +419,7 @@ def test_palettes_must_agree_across_files():
             palette_png(path, np.array(Image.open(path)), colours)
     assert find_values("agree") == ([0, 1, 2], [255])
     path, values = "differ/annotations/04.png", np.array(Image.open("differ/annotations/04.png"))
-    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])      # not used: no difference
+    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])  # unused colours may differ
     assert find_values("differ")[0] == [0, 1, 2]
     palette_png(path, values, [*colours[:3], *colours[6:], *colours[3:6]])
     for find in (find_values, lambda root: [*own_folder(root, "train", [0, 1, 2], [255])],
@@ -429,7 +429,7 @@ def test_palettes_must_agree_across_files():
 
 
 def test_mixed_meanings_of_255_need_a_flag():
-    """Half the masks have one bit (0 and 1), half of them 0 and 255."""
+    """Half of the masks contain 0 and 1, the other half 0 and 255."""
     masks("mixed", [0, 1], n=6)
     for i in range(3):
         path = f"mixed/annotations/0{i}.png"
@@ -438,7 +438,7 @@ def test_mixed_meanings_of_255_need_a_flag():
         with pytest.raises(InputError, match="annotations/0[0-2].png.*annotations/0[3-5].png"):
             find("mixed")
     assert find_values("mixed", [255]) == ([0, 1], [255])
-    masks("white", [0, 255], n=6)                       # the network has 0 and 1
+    masks("white", [0, 255], n=6)                       # the network expects 0 and 1
     with pytest.raises(InputError, match="white.*values \\[0, 255\\]"):
         own_folder("white", "all", [0, 1], [255])
 

@@ -7,8 +7,8 @@ import train_cls
 from conftest import ROOT
 from runs import call
 
-# Recorded with PyTorch 2.14 on one thread. Other processors round differently, so a few images can
-# change sides; 1 of 51 images is 2 points.
+# Recorded with PyTorch 2.14 on one thread. Other processors round differently, so a few predictions
+# can change; 1 of 51 images is 2 points.
 TABLE = {
     "clean, top1": 98.04,
     "clean, top5": 100,

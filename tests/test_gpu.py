@@ -3,8 +3,8 @@
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
     python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
-Without a GPU, the CPU takes its place, so that these tests run everywhere. They are small then,
-because a CPU that is compared with itself shows little. Tests that need a GPU are skipped.
+Without a GPU, the CPU takes its place, so that these tests run everywhere. The tests are small
+then, because a CPU that is compared with itself shows little. Tests that need a GPU are skipped.
 """
 
 import copy
@@ -74,7 +74,7 @@ def note(record_property):
 
 
 def error(found, expected):
-    """||found - expected|| / ||expected|| over lists of tensors, in float64."""
+    """Return ||found - expected|| / ||expected|| over lists of tensors, in float64."""
     a, b = (torch.cat([x.detach().cpu().double().flatten() for x in xs])
             for xs in (found, expected))
     return ((a - b).norm() / b.norm()).item()
@@ -89,11 +89,12 @@ CASES = [(attn, form, causal) for attn in KINDS
 
 @pytest.mark.parametrize("attn,form,causal", CASES)
 def test_attention_equals_float64_within_rounding(attn, form, causal, device, note):
-    """Relative errors of outputs and gradients; PAP shrinks a third of the keys' entries.
+    """Measure relative errors of outputs and gradients. PAP shrinks a third of the keys' entries.
 
-    Its gradient jumps where an entry crosses the threshold: bf16 carries 0.2 % of them across,
-    which is 10 % of the gradient; with --lambd inf it is 0.6 %, as for softmax. In float32 a single
-    entry that crosses is 2 %, which some processors' rounding shows.
+    The gradient of PAP jumps where an entry crosses the threshold. In bf16, rounding moves 0.2 % of
+    the entries across, which changes the gradient by 10 %. With --lambd inf the error is 0.6 %, as
+    for softmax. In float32, one entry that crosses changes the gradient by 2 %. This happens with
+    the rounding of some processors.
     """
     torch.manual_seed(0)
     pap = dict(form=form, lambd=0.5 if form == "released" else 0.3)
@@ -122,7 +123,7 @@ def test_attention_equals_float64_within_rounding(attn, form, causal, device, no
 
 
 def written_out(k, v, n_iter=4, lambd=4.0):
-    """Algorithm 1 as the released code computes it: each step keeps a matrix (B, H, N, N)."""
+    """Compute Algorithm 1 like the released code: each step keeps a matrix (B, H, N, N)."""
     H, N, D = k.shape[1:]
     mu = N * H * D / (4 * k.abs().sum((-2, -1), keepdim=True))
     L = Y = torch.zeros_like(k)
@@ -136,7 +137,7 @@ def written_out(k, v, n_iter=4, lambd=4.0):
 
 
 def test_rpc_needs_a_third_of_the_memory(device, note):
-    """On a CPU, which does not count memory, compare the outputs alone."""
+    """Compare outputs and, on a GPU, the peak memory."""
     B, N = (32, 1025) if GPUS else (1, 65)
     torch.manual_seed(0)
     k, v = torch.randn(2, B, 3, N, 64, device=device)
@@ -158,7 +159,7 @@ def test_rpc_needs_a_third_of_the_memory(device, note):
 
 SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 STEPS = full(20, 4)
-# Runs whose random numbers are the same on every device: no dropout, no drop path.
+# These runs draw the same random numbers on every device: no dropout, no drop path.
 SMALL = dict(
     cls="--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 16 --epochs 5 "
         "--lr 1e-3 --num_ops 2 --erase 0.25 --pad 2 --mixup 0.8 --cutmix 1 --ema 0.9",
@@ -166,7 +167,8 @@ SMALL = dict(
        "5 --dropout 0 --cutoffs 5,10",
     seg="--data ade20k --data_dir pairs --num_classes 4 --model nano --size 32 --patch_size 8 "
         "--batch_size 4 --epochs 7 --lr 1e-3 --dropout 0 --drop_path 0 --num_workers 0")
-# bf16 with everything that a device draws for itself; the images of cls are easier to learn
+# The bf16 runs have dropout or drop path, whose masks differ between devices. The images of cls are
+# easier to learn.
 BF16 = dict(cls="--drop_path 0.1 --num_ops 0 --erase 0 --mixup 0 --cutmix 0 --lr 3e-3 --adv_eps "
                 "0.5/255 --adv_steps 2", lm="--dropout 0.1 --lr 5e-3", seg="--dropout 0.1")
 each = pytest.mark.parametrize("name", SCRIPTS)
@@ -181,7 +183,7 @@ def train(name, device, out_dir, *more, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with data, and one run per trainer on the device: {name: losses}."""
+    """Yield (folder, {name: losses}): data, and the losses of one run per trainer on the device."""
     folder, device = tmp_path_factory.mktemp("runs"), "cuda" if GPUS else "cpu"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -194,13 +196,13 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def plain(runs, monkeypatch):
-    """The losses of these runs, in their folder."""
+    """Change to the folder of `runs`; return the losses."""
     monkeypatch.chdir(runs[0])
     return runs[1]
 
 
 def apart(losses, others):
-    """The largest difference between the losses of two runs."""
+    """Return the largest difference between the losses of two runs."""
     return max(abs(a - b) for a, b in zip(losses, others, strict=True))
 
 
@@ -232,7 +234,7 @@ def test_a_stopped_run_resumes_on_the_device(name, begun, device, plain, note):
 
 @each
 def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
-    """Through nccl or, on a CPU, gloo."""
+    """The process communicates by nccl, or by gloo on a CPU."""
     group(SCRIPTS[name].main, flags(SMALL[name], "--log_every 1 --no-amp --device", [device],
                                     max_steps=STEPS, out_dir=f"{name}_one"), world=1)
     found = apart(plain[name], list(log(f"{name}_one").values()))
@@ -243,7 +245,7 @@ def test_torchrun_with_one_process_changes_nothing(name, device, plain, note):
 @needs_gpu
 @each
 def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
-    """Ten more steps, without checkpoints; PyTorch's sync check reports each wait."""
+    """Count the waits of ten more steps without checkpoints, with PyTorch's sync check."""
     monkeypatch.setattr(common, "save", lambda *args, **how: None)
     waits = []
     for steps in (10, 20):
@@ -257,16 +259,16 @@ def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
                              if "synchronizing" in str(one.message)))
     more = (waits[1] - waits[0]).most_common()
     total = sum(n for _, n in more)
-    note(f"train_{name}, waits", f"{total / 10:.1f} a step")
+    note(f"train_{name}, waits", f"{total / 10:.1f} per step")
     assert total <= 10, more
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", [*SCRIPTS, "fan"])
 def test_one_process_per_gpu_has_the_same_losses(name, device, plain, note):
-    """A FAN's batch norm is over the images of all processes."""
+    """The batch norm of a FAN uses the images of all processes."""
     script, fan = ("cls", "--model fan_tiny") if name == "fan" else (name, "")
-    world = max(n for n in (2, 4, 8) if n <= GPUS)                      # they divide every batch
+    world = max(n for n in (2, 4, 8) if n <= GPUS)                      # divides every batch size
     big = "--batch_size 16"
     run = flags(SMALL[script], fan, big, "--log_every 1 --no-amp --max_steps 10 --device cuda")
     group(SCRIPTS[script].main, [*run, "--out_dir", f"{name}_many"], world=world)
@@ -277,12 +279,12 @@ def test_one_process_per_gpu_has_the_same_losses(name, device, plain, note):
     assert found < 1e-3
 
 
-# --- images that were changed ---------------------------------------------------------------------
+# --- changed images -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_corruption_equals_the_cpus_within_a_level(name, device, note):
     images, worst = load_shapes("test", full(8, 2)).images, 0.0
-    wide = torch.nn.functional.interpolate(images.float(), (48, 80)).byte()     # of any size
+    wide = torch.nn.functional.interpolate(images.float(), (48, 80)).byte()     # another size
     for pixels, severity in full([(images, 1), (images, 5), (wide, 3)], [(wide, 3)]):
         found = corrupt(pixels.to(device), name, severity)
         assert found.device.type == device.type
@@ -293,8 +295,8 @@ def test_a_corruption_equals_the_cpus_within_a_level(name, device, note):
     assert worst < 0.05
 
 
-def test_images_to_train_on_are_the_cpus(device, note):
-    """To the last grey level; what warps or blends may round another way in a pixel of 10,000."""
+def test_training_images_equal_the_cpus(device, note):
+    """Distorted images are equal. RandAugment rounds at most 1 of 10,000 pixels differently."""
     images = load_shapes("test", full(256, 8)).images
     found = []
     for augment in (lambda x: distort(x, uniform(torch.arange(len(x)), COLUMNS, 0)),
@@ -356,7 +358,7 @@ MEASURES = {
 
 @pytest.mark.parametrize("ckpt", full([*MEASURES], ["weights/seg_shapes_rpc.pt"]))
 def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypatch):
-    """Accuracies within two images, losses, distances, perplexities and IoU within 2 %."""
+    """Accuracies agree within two images; losses, distances, perplexities and IoU within 2 %."""
     monkeypatch.chdir(tmp_path)
     rows = []
     for i, where in enumerate(("cpu", device)):
@@ -379,16 +381,16 @@ def test_the_evaluators_rows_are_the_cpus(ckpt, device, note, tmp_path, monkeypa
 
 
 # --- torch.compile --------------------------------------------------------------------------------
-# Last, because a process that has compiled has threads, and the tests above fork on a CPU.
+# These tests come last: after compiling, a process has threads, and the tests above fork on a CPU.
 
 COMPILED = full([(network, attn) for network in ("vit", "seg", "lm")
                  for attn in (*KINDS, "sym_asym") if network == "vit" or attn != "scaled_s"],
                 [("vit", "scaled_s"), ("lm", "rpc")])
-BACKEND = full("inductor", "aot_eager")             # on a CPU, Inductor takes half a minute of C++
+BACKEND = full("inductor", "aot_eager")     # on a CPU, Inductor compiles C++ for half a minute
 
 
 def build(network, attn):
-    """A small network without dropout, and a function that makes a batch of b for it."""
+    """Return a small network without dropout, and a function b -> inputs for a batch of b."""
     torch.manual_seed(0)
     small = dict(embed_dim=32, depth=full(2, 1), num_heads=2, attn=attn,
                  pap=dict(n_iter=full(2, 1)))
@@ -405,7 +407,7 @@ def build(network, attn):
 
 
 def counting(backend, graphs):
-    """A backend of torch.compile that also counts what it gets."""
+    """Return a backend of torch.compile that also appends every graph to `graphs`."""
     inner = torch._dynamo.lookup_backend(backend)
 
     def compile_graph(graph, inputs):
@@ -416,12 +418,12 @@ def counting(backend, graphs):
 
 @pytest.mark.parametrize("network,attn", COMPILED)
 def test_a_network_compiles_to_one_equal_graph(network, attn, device, note, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))    # nothing of other processors
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))    # an empty cache
     torch.compiler.reset()
     (model, batch), graphs = build(network, attn), []
     model.to(device)
     compiled = torch.compile(model, backend=counting(BACKEND, graphs))
-    for _ in range(2):                                          # the second one is not compiled
+    for _ in range(2):                                          # compiles in the first pass only
         inputs, found = [x.to(device) for x in batch(4)], []
         for net in (model, compiled):
             model.zero_grad()
@@ -431,7 +433,7 @@ def test_a_network_compiles_to_one_equal_graph(network, attn, device, note, monk
         off = error(*found)
         assert off < 1e-4 and len(graphs) == 1
     compiled.eval()
-    with torch.no_grad():                                       # as evaluations do: a batch, a rest
+    with torch.no_grad():                                       # full batches and smaller ones
         for b in (4, 4, 3, 2):
             inputs = [x.to(device) for x in batch(b)]
             off = max(off, error([compiled(*inputs)], [model(*inputs)]))
@@ -459,10 +461,10 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
     torch.compiler.reset()
     found = apart(plain[name], train(name, device, f"{name}_compile", "--compile"))
     note(f"train_{name} --compile", f"losses {found:.1e} from plain ones; {len(graphs)} graphs")
-    assert found < 1e-3 and (len(graphs) == 1 if name == "lm" else graphs)  # whatever the targets
+    assert found < 1e-3 and (len(graphs) == 1 if name == "lm" else graphs)  # cls, seg: any number
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 @needs_gpu
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="is timed alone: -n0 -k table_11")
@@ -474,13 +476,13 @@ def test_table_11_on_this_gpu(device, note, monkeypatch):
                         (False, lambda q, k, v, layer: written_out(k, v)))
     monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))
     monkeypatch.setitem(cost.MODELS, "written out 4iter/layer1", dict(attn="written_out"))
-    out.unlink(missing_ok=True)                                 # of another GPU, or of an hour ago
+    out.unlink(missing_ok=True)                                 # rows of an earlier run
     cost.main(["--device", "cuda", "--batch_size", "256", "--rounds", "5", "--out",
                str(out.relative_to(ROOT))])
     rows = {row["model"]: row for row in map(json.loads, out.read_text().splitlines())}
     for model, row in rows.items():
         note(f"cost {model}, batch of 256", f"train {row['train images/s']:.0f} images/s, x "
              f"{row['train batch ratio']:.2f}; test x {row['test batch ratio']:.2f}; keeps "
-             f"{row['kept MB']:.1f} MB an image")
+             f"{row['kept MB']:.1f} MB per image")
     ours, theirs = rows["rpc 4iter/layer1"], rows["written out 4iter/layer1"]
     assert ours["kept MB"] < theirs["kept MB"] and len(rows) >= len(cost.MODELS)

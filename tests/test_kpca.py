@@ -10,7 +10,7 @@ from runs import refused
 
 
 def cases(z):
-    """{case: {quantity: tensor}} of a golden file whose arrays are named case__quantity."""
+    """Return {case: {quantity: tensor}} of a golden file with arrays named case__quantity."""
     out = {}
     for name, t in z.items():
         case, quantity = name.split("__")
@@ -24,7 +24,7 @@ def assert_close(a, b, rtol=1e-6, atol=0.0):
 
 
 def draw(seed, N=24, D=8, M=None, size=1.0):
-    """Random q, k, v."""
+    """Draw random q, k, v."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, D, generator=g, dtype=torch.float64) for n in (M or N, N, N))
     return size * q, size * k, v
@@ -53,7 +53,7 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     assert_close(mu[d:].sum() / len(k), z["ex_key_residual"])
     j = projection_loss(log_phi2(q, k), attend(q, k, theoretical_values(axes, d)))["J"]
     assert_close(j, z["ex_j_kpca"])
-    # kernel PCA of the keys is not what minimises (13) over queries
+    # kernel PCA of the keys does not minimise (13) over queries
     assert j > 3 * z["ex_j_query_optimal"]
 
 
@@ -109,9 +109,9 @@ def test_long_keys_agree_with_golden(golden, case):
     assert all(t.isfinite().all() for t in terms.values())
 
 
-# --- as printed against the logarithms ------------------------------------------------------------
+# --- printed formulas and their logarithms --------------------------------------------------------
 
-def test_what_is_printed_equals_the_logarithms():
+def test_printed_formulas_equal_the_logarithms():
     q, k, v = draw(1, N=8, D=3, M=10)
     axes = kernel_pca(k)
     expanded, h = kpca.theorem_1(q, k, 3)
@@ -123,7 +123,7 @@ def test_what_is_printed_equals_the_logarithms():
     assert_close(kpca.attend_scaled(q, k, v), attend(q, k, v - exact_scaling(k, v)), 1e-10, 1e-12)
 
 
-# --- theory: true of any keys ---------------------------------------------------------------------
+# --- theory that holds for any keys ---------------------------------------------------------------
 
 @pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (65, 32, 1.0), (40, 64, 1.7)])
 def test_theorem_1_is_exact(N, D, size):
@@ -139,7 +139,7 @@ def test_theorem_1_is_exact(N, D, size):
     assert exact_scaling(k, V).abs().max() < 1e-9 * V.abs().max()           # (I - S) V = V
     assert axes.sigma[0].log() - axes.c[0] <= -axes.log_g.amin() + 1e-12 <= 1e-12   # 1 / min g
     assert int(axes.rank) <= N - 1
-    assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # not 1 / sqrt(noise)
+    assert (kpca.coefficients(axes, N)[:, int(axes.rank):] == 0).all()      # no 1 / sqrt(rounding)
 
 
 def test_axes_are_fewer_than_keys_with_fixed_sign():

@@ -54,7 +54,7 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
                          ("layers.0.dec_attn.kv_net.weight", model.blocks[0].attn.qkv.weight),
                          ("layers.0.pos_ff.CoreNet.0.weight", model.blocks[0].mlp.fc1.weight),
                          ("layers.1.dec_attn.layer_norm.weight", model.blocks[1].norm1.weight)):
-        # qkv: last rows k, v
+        # qkv: compare the last rows, keys and values
         assert_close(ours.grad[-len(a[f"grad/{theirs}"]):], a[f"grad/{theirs}"], 1e-5)
 
 
@@ -104,7 +104,7 @@ def test_dropout_acts_everywhere_but_on_attention_weights():
     seen = []
     model.drop.register_forward_hook(lambda *call: seen.append(call[-1]))
     model.hidden(words())
-    # embedding + position, final state
+    # dropout acts on embedding + position, and on the final state
     assert [(x == 0).any().item() for x in seen] == [True, True]
 
 
@@ -120,7 +120,7 @@ def test_rpc_layers_have_rpc_and_all_others_symmetric():
 
 @pytest.mark.parametrize("mu_over", ["seen", "token", "all"])
 def test_only_mu_over_all_tokens_reads_later_words(mu_over):
-    """A network of PAP and symmetric layers. test_attention.py tests each attention alone."""
+    """Test a network of PAP and symmetric layers; test_attention.py tests each attention."""
     model, seen = small(attn="rpc", rpc_layers=(0, 1), gain=50, pap=dict(mu_over=mu_over)), []
     model.embed.register_forward_hook(lambda *call: seen.append(call[-1]))
     hidden = model.hidden(words())
@@ -201,7 +201,7 @@ def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
     assert_close(ours, plain)
     for x, y in zip(*(torch.autograd.grad(nats @ weight, (h, W, b)) for nats in (ours, plain))):
         assert_close(x, y)
-    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # again in the backward
+    assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # forward, backward
     assert torch.autograd.gradcheck(lambda *x: chunked_nll(*x, t), (h, W, b))
 
 
@@ -235,7 +235,7 @@ GREEDY = 1e-6  # a temperature at which the likeliest word is certain
 def test_greedy_text_takes_the_most_probable_words():
     model = small(attn="rpc", rpc_layers=(0,), cutoffs=OUTPUTS["adaptive"])
     model.embed.weight.data *= 50                       # so that words matter more than positions
-    for tokens in (words(T=9), words(T=30)):  # 30: cropped for the model, kept
+    for tokens in (words(T=9), words(T=30)):  # 30: the model reads the last 12
         text, n = model.generate(tokens, 6, GREEDY), tokens.shape[1]
         assert torch.equal(text[:, :n], tokens)
         for i in range(n, n + 6):

@@ -102,7 +102,7 @@ def pixels(picture):
 
 
 def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
-    """Inputs of the attentions are recorded in a forward pass of the same image."""
+    """Record the inputs of the attentions in a forward pass of the same image."""
     model, path = classifier
     run("--ckpt", path, "--scene", 3, "--noise", 0, "--out", tmp_path / "look.png")
     inputs = []
@@ -159,7 +159,7 @@ def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
         Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
     (folder / "b" / "1.jpg").write_text("no image")
     (folder / "notes.txt").write_text("no image")
-    images = load_photos(folder, "all", 32).images                 # of both folders
+    images = load_photos(folder, "all", 32).images                 # both folders
     expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
     result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))

@@ -1,4 +1,4 @@
-"""The snippets of docs/other_models.md run as printed, each with the library that it is for."""
+"""The snippets of docs/other_models.md run as printed, each with its library."""
 
 import re
 import shutil
@@ -19,13 +19,13 @@ EXAMPLES = ROOT / "docs/examples"
 
 
 def section(title, language="python"):
-    """The code blocks of a section of the page."""
+    """Return the code blocks of a section of the page."""
     text = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def executed(*blocks):
-    """The names that these blocks define."""
+    """Execute these blocks; return the names that they define."""
     names = {}
     for block in blocks:
         exec(block, names)
@@ -46,14 +46,14 @@ def train_a_step(model, loss):
 
 
 def loss_of(model, loss):
-    """The loss without dropout."""
+    """Return the loss without dropout."""
     model.eval()
     with torch.no_grad():
         return loss().item()
 
 
 def reads_the_future(model, tokens):
-    """Return whether outputs (B, N, C) of the first half depend on the second half of the tokens."""
+    """Return whether outputs (B, N, C) of the first half depend on tokens of the second half."""
     other, half = tokens.clone(), tokens.shape[1] // 2
     other[:, half:] = tokens[:, half:].flip(1) + 1
     with torch.no_grad():
@@ -70,11 +70,12 @@ def test_attention_alone_works_in_an_empty_folder(tmp_path):
             "k, v = torch.randn(2, 1, 2, 5, 4)\n"
             "print(attention.rpc_attention(k, v).shape)\n"
             "print(attention.SelfAttention(8, 2, 'rpc')(torch.randn(1, 5, 8)).shape)\n"
-            "print(sorted(m for m in ('numpy.testing', 'torchvision', 'common') if m in sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env={"PATH": "", "OMP_NUM_THREADS": "1"})
-    assert done.stdout.splitlines() == ["torch.Size([1, 2, 5, 4])", "torch.Size([1, 5, 8])", "[]"], \
-        done.stderr
+            "print(sorted(m for m in ('numpy.testing', 'torchvision', 'common')\n"
+            "             if m in sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
+                          capture_output=True, env={"PATH": "", "OMP_NUM_THREADS": "1"})
+    lines = ["torch.Size([1, 2, 5, 4])", "torch.Size([1, 5, 8])", "[]"]
+    assert done.stdout.splitlines() == lines, done.stderr
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -163,7 +164,7 @@ def transformers():
 
 
 def language_model(transformers, name, attention="rpc", **settings):
-    """A small causal language model as a function of tokens, and the model; evaluating."""
+    """Return a small causal language model in eval mode: a function of tokens, and the model."""
     config = getattr(transformers, f"{name}Config")(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
         eos_token_id=2, pad_token_id=None, **settings)
@@ -214,7 +215,7 @@ def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
     assert train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss) == []
 
 
-def test_transformers_rejects_what_rpc_has_not(transformers):
+def test_transformers_rejects_settings_without_rpc_support(transformers):
     tokens = torch.randint(50, (2, 12))
     run, gpt = language_model(transformers, "GPT2")
     with pytest.raises(ValueError, match="use_cache=False"):
@@ -238,7 +239,7 @@ def test_transformers_rejects_what_rpc_has_not(transformers):
 
 @pytest.fixture
 def encoder():
-    """Two encoder layers with RPC-Attention, evaluating, with PyTorch's fast path off."""
+    """Yield two encoder layers with RPC-Attention in eval mode, without PyTorch's fast path."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
@@ -279,7 +280,7 @@ def test_encoder_layers_reject_other_masks_and_cross_attention(encoder):
         encoder.layers[0].self_attn(x, x + 1, x + 1)
 
 
-# --- evaluated ------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_the_evaluator_attacks_an_example_of_the_page(library, programs, tmp_path):

@@ -19,7 +19,7 @@ from vit import classifier_from_checkpoint
 
 for package in ("markdown_it", "latex2mathml", "pygments"):
     pytest.importorskip(package)
-import lecture.page as page_maker  # noqa: E402: it needs the packages
+import lecture.page as page_maker  # noqa: E402: this import needs the packages
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()
@@ -64,7 +64,7 @@ def in_node(code, *names):
 
 
 def in_chromium(html, code, folder):
-    """Return the result of JavaScript code in the page; the console has to stay empty."""
+    """Return the result of JavaScript code in the page; the console must stay empty."""
     show = ("found => document.body.insertAdjacentHTML('beforeend', "
             "`<pre id=\"shown\">${JSON.stringify(found)}</pre>`)")
     helpers = ("const wait = ms => new Promise(done => setTimeout(done, ms));"
@@ -83,7 +83,7 @@ def in_chromium(html, code, folder):
 
 
 def traced(name, images, **config):
-    """Return logits, q, k, v and steps of the first PAP layer; 16-bit weights, float64."""
+    """Return logits, (q, k, v) and steps of the first PAP layer, with 16-bit weights in float64."""
     checkpoint = common.load(ROOT / f"weights/shapes_{name}.pt")
     stored = {key: x for key, x in checkpoint["model_config"].items()
               if key not in ("n_iter", "lambd", "form")}
@@ -153,7 +153,7 @@ def test_live_attack_keeps_budget_and_lowers_margin():
         }}));""", "network", "damage", "attack")
     for eps, (first, again, other) in zip((0, 1.5 / 255, 8 / 255), found):
         for run in (first, other):
-            bounds = torch.tensor([eps, 1, 0, 3 * 7 * 7])               # a square at a time
+            bounds = torch.tensor([eps, 1, 0, 3 * 7 * 7])               # one square per query
             assert (torch.tensor(run["asked"]) <= bounds + 1e-6).all()
             assert run["margins"] == sorted(run["margins"], reverse=True)
             assert (run["margins"][-1] < run["margins"][0]) == (eps > 0)
@@ -165,7 +165,8 @@ def test_live_attack_keeps_budget_and_lowers_margin():
 
 @needs_node
 def test_own_picture_is_resized_as_in_evaluation():
-    photo = load_shapes("test", 1, size=96).images[0]       # 6.5 and 7.5 rows to cut; a small one
+    photo = load_shapes("test", 1, size=96).images[0]
+    # 6.5 and 7.5 pixels are cut from the first two pictures; the last one is small
     for picture in (photo[:, :67], photo[:, :64, :94], photo[:, :20, :20]):
         _, height, width = picture.shape
         rgba = torch.cat([picture, torch.full((1, height, width), 255)])
@@ -224,7 +225,7 @@ ASK = """
 
 @needs_node
 def test_s_on_paint_equals_attention_py():
-    """The first view: answers of three networks, mean |S| on painted patches and elsewhere."""
+    """Check the first view: answers of three networks, mean |S| on painted and other patches."""
     images = load_shapes("test", 4).images[:2] / 255
     hit = torch.zeros(64, dtype=torch.bool)
     hit[[3, 9, 30, 44, 45, 60]] = True
@@ -374,7 +375,7 @@ def test_link_sets_page_and_opens_expert_fold(visit):
     assert found["lambda"] == "0.2" and len(found["maps"]) == 4 * 3
     assert set(found["link"].split("&")) == {"#try", "scene=3", "lambd=0.2", "n_iter=3",
                                              "form=admm", "layers=1", "eps=7"}
-    itself = re.search(r"in row 8, column 8 (\S+)$", found["maps"][-1])[1]      # of the stroke
+    itself = re.search(r"in row 8, column 8 (\S+)$", found["maps"][-1])[1]      # the stroke's patch
     assert f"gives itself {100 * float(itself):.0f} % of its attention" in found["words"]
     for curve, last in zip(found["curves"], (r"residual (\S+) of", r"entropy (\S+) nats")):
         *_, at_last = numbers = [float(x) for x in curve.split(": ")[1].split(", ")]
@@ -393,7 +394,7 @@ def test_attack_counts_fooled_scenes_and_stops(visit):
 
 @needs_chromium
 def test_slides_fit_window_with_readable_text(tmp_path):
-    """No slide overflows, and no text is under 24 pixels."""
+    """No slide overflows, and no text is smaller than 24 pixels."""
     width, height, found = in_chromium(page_maker.slides(), """
         const found = [];
         while (!document.documentElement.dataset.live) await wait(20);

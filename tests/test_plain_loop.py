@@ -1,4 +1,4 @@
-"""Runs with no flag at its default equal plain loops that use timm's and torch's parts."""
+"""Runs whose flags differ from every default equal plain loops of timm's and PyTorch's parts."""
 
 import math
 from functools import partial
@@ -36,7 +36,10 @@ from timm.utils import ModelEmaV3, accuracy                         # noqa: E402
 
 
 def order_of(f, n, step):
-    """The images of a step, (batch_size,): copies of one are neighbours, then they are spread."""
+    """Return the image indices of a step, (batch_size,).
+
+    Copies of an image are neighbours at first. Then they are distributed over the batch.
+    """
     epoch, i = divmod(step, n // f.batch_size)
     generator = torch.Generator().manual_seed(f.seed * 1_000_003 + epoch)
     order = torch.randperm(n, generator=generator).repeat_interleave(f.repeats)[:n]
@@ -45,7 +48,7 @@ def order_of(f, n, step):
 
 
 def augmented(f, images, position):
-    """Shift, flip, RandAugment, erase: other tests check the operations."""
+    """Shift, flip, apply RandAugment and erase. Other tests check these operations."""
     def draw(n, purpose):
         return uniform(position, n, f.seed, purpose)
     images = augment.random_crop(images, draw(2, rng.SHIFT), f.pad)
@@ -56,7 +59,10 @@ def augmented(f, images, position):
 
 
 def mixed(f, images, labels, num_classes, step):
-    """Neighbours are partners; in the order below so is timm's partner, the reversed batch."""
+    """Mix each image with its neighbour.
+
+    timm mixes each image with its mirror place in the batch. `order` puts neighbours there.
+    """
     rng = np.random.default_rng([f.seed, step])
     cut = rng.random() < 0.5
     lam = rng.beta(f.cutmix, f.cutmix) if cut else rng.beta(f.mixup, f.mixup)
@@ -84,7 +90,7 @@ def evaluated(model, images, labels):
 
 
 def update(model, loss, optimizer, clip):
-    """Take a step; returns the gradient's norm."""
+    """Take a step; return the norm of the gradient."""
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
     optimizer.step()
@@ -93,7 +99,7 @@ def update(model, loss, optimizer, clip):
 
 
 def plain_loop(f, all_images, all_labels, test, model):
-    """The recipe, with flags f. Returns log, average."""
+    """Train by the recipe with flags f; return the rows of the log and the averaged model."""
     epoch_steps = len(all_labels) // f.batch_size
     groups = param_groups_weight_decay(model, f.weight_decay,
                                        no_weight_decay_list=("pos_embed", "cls_token"))
@@ -141,7 +147,7 @@ MICRO = dict(embed_dim=96, depth=6, num_heads=3, rpc_layers=(1, 3), drop_path=0.
 
 
 def assert_close(row, expected):
-    """Compare a row of the log with the loop's, up to rounding."""
+    """Compare a row of the log with the row of the loop, up to rounding."""
     assert set(row) == set(expected)
     for key, value in expected.items():
         if isinstance(value, dict):
@@ -152,7 +158,10 @@ def assert_close(row, expected):
 
 
 def assert_same(weights, expected):
-    """But for the keys' bias in softmax attention: it has no effect, its gradient is rounding."""
+    """Compare weights, except the bias of the keys in softmax attention.
+
+    This bias has no effect on the output, so its gradient is only rounding.
+    """
     assert weights.keys() == expected.keys()
     for name, w in weights.items():
         w, e = w.clone(), expected[name].clone()
@@ -165,7 +174,7 @@ def test_a_run_equals_the_plain_loop(alone):
     call(train_cls.main, **FLAGS)
     f, checkpoint = SimpleNamespace(**FLAGS), common.load("a/last.pt")
     images, labels, *_ = load_shapes("train", 62, 16)
-    order = torch.randperm(62, generator=torch.Generator().manual_seed(0))      # for every seed
+    order = torch.randperm(62, generator=torch.Generator().manual_seed(0))     # equal for all seeds
     held, kept = order[:28], order[28:]
     torch.manual_seed(f.seed)
     model = ViT(ViTConfig(16, 8, 10, attn="rpc_asym", init="trunc_normal", **MICRO))
@@ -179,7 +188,7 @@ def test_a_run_equals_the_plain_loop(alone):
 
 
 def test_a_language_model_run_equals_the_plain_loop(alone):
-    """The first steps: a run amplifies float noise, 1e-7 a step here."""
+    """Compare only the first steps, because training amplifies rounding (1e-7 per step)."""
     make_text()
     f = dict(data="wikitext", data_dir="text", model="mini", context=12, attn="rpc",
              rpc_layers="0,2", n_iter=3, lambd=0.3, form="paper", mu_over="token", dropout=0.2,
@@ -205,12 +214,12 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
     assert step == 5 and [row["step"] for row in rows("a") if "eval" in row] == [6]
     ours, theirs = ([state["exp_avg"].norm().item() for state in states.values()] for states in
                     (common.load("a")["optimizer"]["state"], optimizer.state))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2)     # Adam hides how large gradients are
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)     # Adam's updates hide this size
 
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
 def test_a_segmentation_run_equals_the_plain_loop(alone, data):
-    """The first steps. Other tests check views; ade20k's recipe uses SGD, camvid's AdamW."""
+    """Compare only the first steps. Other tests check views. ade20k uses SGD, camvid AdamW."""
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
              attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,
@@ -249,5 +258,5 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
     assert [row["eval"] for row in rows("a") if "eval" in row] == [found]
     weights = trained.state_dict()
     for name, p in model.named_parameters():
-        if p.ndim > 1:                              # the loss does not see that some decay
+        if p.ndim > 1:                              # the loss hides weight decay
             assert weights[name].norm() == pytest.approx(p.norm().item(), rel=1e-3), name

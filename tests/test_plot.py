@@ -1,4 +1,4 @@
-"""plot.py: curves of logs and of evaluation results."""
+"""Test plot.py: curves of logs and of evaluation results."""
 
 import json
 

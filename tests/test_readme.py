@@ -1,6 +1,6 @@
-"""README.md and the other pages: every command runs, every name, flag and link exists.
+"""Test README.md and all pages: every command runs; every name, flag and link exists.
 
-The commands run in an environment of requirements.txt and pytest alone, see .ci/run.
+The commands run in an environment with requirements.txt and pytest only, see .ci/run.
 """
 
 import re
@@ -40,7 +40,7 @@ def blocks(language, text=README):
 
 
 def commands(section):
-    """The python commands of a section, as lists of words; && joins two commands of a line."""
+    """Return the python commands of a section as lists of words; && separates two commands."""
     lines = "".join(blocks("sh", section)).replace("\\\n", " ").splitlines()
     parts = [part for line in lines for part in line.split("&&")]
     words = [shlex.split(part, comments=True) for part in parts]
@@ -53,7 +53,7 @@ SECTIONS = {section.partition("\n")[0]: section for section in README.split("\n#
 
 @pytest.fixture(scope="module")
 def tree(programs, tmp_path_factory):
-    """A copy of the programs with small photos, masks and a text, and the README's attention."""
+    """Copy the programs; add small photos, masks, a text and the README's attention."""
     tree = shutil.copytree(programs, tmp_path_factory.mktemp("tree") / "tree")
     scenes = load_shapes("train", 48)
     for i, (image, label) in enumerate(zip(scenes.images, scenes.labels.tolist())):
@@ -77,7 +77,7 @@ def tree(programs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done():
-    """The commands that have run in the tree."""
+    """Return the list of commands that have run in the tree."""
     return []
 
 
@@ -123,7 +123,7 @@ def test_snippets_run_as_printed(tmp_path, monkeypatch):
 # --- names on all pages ---------------------------------------------------------------------------
 
 def source_of(script):
-    """The text of a script and of the modules in this repository that it imports."""
+    """Return the text of a script and of the modules in this repository that it imports."""
     found, todo = {}, [ROOT / script]
     while todo:
         path = todo.pop()

@@ -40,7 +40,7 @@ RECIPES = {
 
 
 def commands():
-    """The commands of docs/data.md's runs of the paper, each the words after torchrun's flags."""
+    """Return the commands of docs/data.md for the paper's runs, as words after torchrun's flags."""
     text = (ROOT / "docs/data.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^torchrun .*?(train_\w+\.py .*)$", text, re.M)
     return [shlex.split(line, comments=True) for line in found if not line.endswith("...")]
@@ -53,7 +53,7 @@ def flags_of(script, words):
 
 @pytest.mark.parametrize("command", RECIPES)
 def test_recipes_are_the_papers(command):
-    """A recipe with more flags than --data and --model is a line of docs/data.md."""
+    """A FAN needs more flags than --data and --model; docs/data.md has its command."""
     script, *words = command.split()
     if words[-1].startswith("fan"):
         words = next(line[1:] for line in commands() if words[-1] in line)
@@ -66,7 +66,7 @@ def test_recipes_are_the_papers(command):
 
 def test_commands_of_the_papers_runs_parse():
     for script, *words in commands():
-        if "--init_from" not in words:                              # a file that nobody has yet
+        if "--init_from" not in words:                              # needs the file of a run
             assert flags_of(script, words)["data"] in ("imagenet", "wikitext103", "ade20k")
     assert len(commands()) >= 10
 
@@ -93,7 +93,7 @@ def test_download_flag_reaches_torchvision(monkeypatch):
            "--out_dir a --data_dir")
     call(train_cls.main, run, "files")
     assert asked == [("files", True, True), ("files", False, True)]
-    assert not call(train_cls.get_args, "--resume a")[0].download           # it was for once
+    assert not call(train_cls.get_args, "--resume a")[0].download           # for one command only
     assert "Name or service not known" in refused(train_cls, run, "offline --out_dir b")
-    monkeypatch.setenv("WORLD_SIZE", "2")                           # no two processes fetch
+    monkeypatch.setenv("WORLD_SIZE", "2")                           # one process downloads
     assert "--download is for one process" in refused(train_cls, run, "files --out_dir b")

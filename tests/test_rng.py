@@ -1,4 +1,4 @@
-"""data/rng.py: numbers are uniform, independent and the same in every version."""
+"""Test data/rng.py: numbers are uniform, independent and the same in every version."""
 
 import math
 
@@ -17,10 +17,10 @@ def test_numbers_are_uniform_and_independent():
     n = u.numel()
     assert abs(u.double().mean() - 1 / 2) < 5 / math.sqrt(12 * n)
     counts = (u.flatten() * 256).long().bincount(minlength=256)
-    # chi^2
+    # chi-squared test
     assert abs(((counts - n / 256) ** 2 / (n / 256)).sum().item() - 255) < 5 * math.sqrt(2 * 255)
 
-    # the order counts
+    # swapping seed and purpose gives other numbers
     keys = [uniform(index, 3, seed, purpose) for seed in (0, 1, 2) for purpose in (0, 1, 2, 20)]
     ends = torch.cat([torch.arange(2000), torch.arange(2 ** 31 - 2000, 2 ** 31),
                       torch.arange(2 ** 30, 2 ** 30 + 2000)])
@@ -32,13 +32,13 @@ def test_numbers_are_uniform_and_independent():
 
 
 def test_numbers_do_not_change_between_versions():
-    """A stopped run can only resume with newer code if these numbers stay."""
+    """A stopped run can only resume with newer code if these numbers do not change."""
     got = (uniform(torch.tensor([0, 1, 2 ** 31 - 1]), 2, 0, 10) * 2 ** 24).long().tolist()
     assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
 
 
 def test_purposes_are_pinned_and_distinct():
-    """Except PATCH_PLACES, which shares its number with texts, because no sample has both."""
+    """PATCH_PLACES and TEXT_WINDOW share a number, because no sample uses both."""
     purposes = {name: value for name, value in vars(rng).items() if name.isupper()}
     assert purposes == dict(
         SCENE=10, SCENE_NOISE=11, RANDOM_CROP=12, SHIFT=20, FLIP=21, RAND_AUGMENT=22, ERASE=23,
@@ -50,7 +50,7 @@ def test_purposes_are_pinned_and_distinct():
 
 
 def test_seeds_of_steps_are_pinned_and_distinct():
-    """A resumed run needs the same seeds in every Python."""
+    """A resumed run needs the same seeds in every version of Python."""
     assert seed_from(0, DROPOUT, 1, 2) == 99077802358830
     seeds = {seed_from(seed, DROPOUT, step, rank) for seed in (0, 1, 2 ** 31 - 1)
              for step in range(25) for rank in range(4)}

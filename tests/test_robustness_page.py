@@ -25,7 +25,7 @@ MAINS = {"eval_robust.py": eval_robust.main, "corrupt_folder.py": corrupt_folder
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with everything that the commands name."""
+    """Return a folder with all files that the commands name."""
     folder = tmp_path_factory.mktemp("page")
     (folder / "weights").symlink_to(ROOT / "weights")
     (folder / "out" / "ema").mkdir(parents=True)

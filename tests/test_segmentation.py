@@ -1,5 +1,7 @@
-"""Images with a label for every pixel: the transforms agree with mmsegmentation's, random numbers
-depend on (seed, sample) only, and an error names the file that is wrong.
+"""Test images with a label for every pixel.
+
+The transforms equal mmsegmentation's, random numbers depend on (seed, sample) only, and errors name
+the wrong file.
 """
 
 from argparse import Namespace
@@ -33,7 +35,7 @@ def planes(x):
     return x.movedim(-1, -3)  # (..., H, W, 3) -> (..., 3, H, W)
 
 
-# --- the transforms are the reference's -----------------------------------------------------------
+# --- transforms equal the reference ---------------------------------------------------------------
 
 def test_labels_shift_and_unlabelled_pixels_are_ignored(golden, root):
     g = golden("seg_transforms")
@@ -102,9 +104,9 @@ def test_contrast_comes_second_or_last():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
     first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]])
                    for coin in (0.49, 0.51))
-    # 1.49 times, then S 77 -> 114
+    # first contrast x 1.49, then saturation 77 -> 114
     assert distort(pink, first).flatten().tolist() == [255, 141, 141]
-    # S 102 -> 151, then 1.49 times
+    # first saturation 102 -> 151, then contrast x 1.49
     assert distort(pink, last).flatten().tolist() == [255, 120, 120]
 
 
@@ -139,11 +141,11 @@ def test_dull_crops_are_drawn_again():
     for redraw in (0, 1, 5, 10):
         draw = [0.0, *dull * redraw, *good * (11 - redraw), 0.9]
         assert len(training_view(image, label, draw, 40, (1, 1))[1].unique()) == 2
-    late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]  # the last is taken unseen
+    late = [0.0, *dull * 10, *[0.0, 0.1], 0.9]  # the last one is not checked
     assert training_view(image, label, late, 40, (1, 1))[1].unique().tolist() == [0]
 
 
-def test_a_view_is_what_its_numbers_say():
+def test_a_view_follows_its_random_numbers():
     label = torch.arange(600).view(20, 30).remainder(7).to(torch.uint8)
     image = torch.stack([label * 30, label, label * 7])
     end = 1 - 2 ** -24
@@ -151,16 +153,16 @@ def test_a_view_is_what_its_numbers_say():
     for top, left, y, x in ((0, 0, 0, 0), (end, end, 10, 20), (0.5, 0.25, 5, 5)):
         for coin in (0.49, 0.51):
             draw = [0.5, top, left, *[0.0] * 20, coin]
-            out, crop, h, w = training_view(image, label, draw, 10, (1, 3))  # r = 2: as it is
+            out, crop, h, w = training_view(image, label, draw, 10, (1, 3))  # r = 2: not resized
             expected = label[y:y + 10, x:x + 10]
             assert (h, w) == (10, 10)
             assert torch.equal(crop, expected.flip(1) if coin < 0.5 else expected)
             assert torch.equal(out[1], crop)
-    out, crop, h, w = training_view(image, label, [0.0] * 23 + [0.9], 40, (0.5, 1))     # as it is
+    out, crop, h, w = training_view(image, label, [0.0] * 23 + [0.9], 40, (0.5, 1))    # not resized
     assert (h, w) == (20, 30) and torch.equal(out, F.pad(image, (0, 10, 0, 20)))
     assert torch.equal(crop, F.pad(label, (0, 10, 0, 20), value=255))
     views, position = TrainingViews([(image, label)] * 3, 16, (1.2, 1.3), seed=4), torch.tensor([9])
-    draw = uniform(position, VIEW_COLUMNS, 4, VIEW)[0].tolist()  # numbers of their own
+    draw = uniform(position, VIEW_COLUMNS, 4, VIEW)[0].tolist()  # the numbers of sample 9
     *view, h, w = training_view(image, label, draw, 16, (1.2, 1.3))
     *found, place = views[9, 2]
     assert all(map(torch.equal, found, view)) and place == (9, h, w)
@@ -197,7 +199,7 @@ def test_palettes_hold_class_numbers_grey_becomes_rgb(root):
 def test_class_names_come_from_the_folder(root):
     flags = Namespace(data="camvid", data_dir=root, num_classes=11, keep_best=False)
     assert load_segmentation(flags, "test").classes == CAMVID_CLASSES
-    flags.data = "ade20k"                               # 11 classes of something else
+    flags.data = "ade20k"                               # 11 other classes
     assert load_segmentation(flags, "test").classes == [f"class {k}" for k in range(11)]
     names = ["wall", "sky, air", *(f"thing {i}" for i in range(3, 151))]
     lines = ["Idx\tRatio\tTrain\tVal\tName", *(f"0\t0.1\t5\t2\t{name}" for name in names), ""]
@@ -221,7 +223,7 @@ def test_a_picture_is_drawn_with_its_legend(root, tmp_path):
     assert palette(150)[150:].eq(0).all()                                   # 255, ignored, too
 
 
-# --- folders that are not as they should be -------------------------------------------------------
+# --- faulty folders -------------------------------------------------------------------------------
 
 def test_faults_of_a_folder_are_named(root, capsys):
     for folder, split, word in ((root / "nowhere", "training", "nowhere"), (root, "test", "test")):

@@ -28,7 +28,7 @@ def small(**kind):
 
 
 def reference_model(arrays, **kind):
-    # inputs are normalised
+    # the reference inputs are normalised already
     m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()
     m.load_state_dict({k[3:]: v for k, v in arrays.items() if k.startswith("sd/")
                        and not k.startswith("sd/encoder.head.")})        # unused
@@ -67,7 +67,7 @@ def test_windows_and_views_equal_upstream(golden):
     views = []
     for i in range(3):
         image = a[f"im_{i}"][0]
-        # resized already
+        # this image has its final size
         views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))
         h, w = views[-1][0].shape[1:]
         assert [h, w] == a[f"resized_shape_{i}"].tolist()
@@ -105,12 +105,12 @@ COUNTS = [(dict(), 5_683_392, 1_029_996), (dict(attn="rpc"), 5_238_720, 955_884)
 
 
 @pytest.mark.parametrize("kind,encoder,decoder", COUNTS)
-def test_parameter_counts_are_those_of_upstreams_classes(kind, encoder, decoder):
+def test_parameter_counts_equal_upstream(kind, encoder, decoder):
     with torch.device("meta"):
         m = Segmenter(SegmenterConfig(num_classes=150, **kind))
     assert [sum(p.numel() for p in part.parameters())
             for part in (m.encoder, m.decoder)] == [encoder, decoder]
-    assert m.config.decoder_heads == 3  # of width 64
+    assert m.config.decoder_heads == 3  # heads of width 64
 
 
 @pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(),
@@ -138,7 +138,7 @@ def test_encoder_and_decoder_layers_have_their_attention(kind, encoder, decoder)
     m = small(**kind, pap=dict(n_iter=3, lambd=0.7, form="paper"))
     parts = [[b.attn for b in part.blocks] for part in (m.encoder, m.decoder)]
     assert [" ".join(attn.attn for attn in part) for part in parts] == [encoder, decoder]
-    # one n, lambda, form
+    # n, lambda and form are the same in both parts
     assert parts[0][0].pap == parts[1][0].pap and parts[1][0].pap["n_iter"] == 3
 
 
@@ -150,7 +150,7 @@ def test_decoder_has_dropout_and_encoder_drop_path():
     assert rates == [(0, 0, 0)] * 2 + [(0.1, 0.1, 0.1)] * 2
 
 
-def test_initial_weights_are_upstreams():
+def test_initial_weights_equal_upstream():
     torch.manual_seed(0)
     d = Segmenter(SegmenterConfig(num_classes=150, depth=1)).decoder
     stds = [t.std().item() for t in (d.proj_dec.weight, d.blocks[1].mlp.fc1.weight, d.cls_emb)]
@@ -219,7 +219,7 @@ def one_window_at_a_time(model, image, size, window, stride, scales, flip):
 
 @pytest.mark.parametrize("hw,how", [
     ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True)),
-    # the long side binds
+    # the long side limits the size
     ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True))])
 def test_predict_equals_one_window_at_a_time(hw, how):
     m, image = small(), torch.randint(0, 256, (3, *hw), dtype=torch.uint8)

@@ -1,5 +1,6 @@
-"""Tests of data/text.py: lmtool's tokens, your own text in WikiText's layout, windows that every
-process draws alike, sliding evaluation equal to lmtool's.
+"""Test data/text.py: tokens, your own text, training windows and sliding evaluation.
+
+Tokens and sliding evaluation equal lmtool's. All processes draw the same windows.
 """
 
 import math
@@ -47,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_words_are_sorted_by_count_then_appearance(folder):
     corpus = load_corpus(folder)
-    # 3 x the, then 2 x =, sat, in order
+    # "the" occurs 3 times; "=" and "sat" occur twice, in this order
     assert corpus.vocab.words[:4] == ["<eos>", "the", "=", "sat"]
     assert corpus.vocab.words[4:] == ["A", "title", "cat", "on", "mat", "dog", ",", "too", "<unk>"]
     text = " ".join(corpus.vocab.words[i] for i in corpus.valid)
@@ -84,7 +85,7 @@ def test_new_words_become_unk_if_training_has_none(folder, capsys):
     assert [corpus.vocab.words[i] for i in corpus.valid][:4] == ["the", "cat", ",", "<unk>"]
     assert "2 words" in capsys.readouterr().out
     write(folder, TRAIN.replace("<unk>", ""), " the cat \n", " a mat on \n".replace("a ", "the "))
-    assert "<unk>" not in load_corpus(folder).vocab                 # nobody needs it
+    assert "<unk>" not in load_corpus(folder).vocab                 # not needed
     with pytest.raises(InputError, match="'unseen'"):
         load_corpus(folder).vocab.encode_lines(["unseen"])
 
@@ -99,7 +100,7 @@ def test_missing_empty_and_binary_token_files_are_named(folder):
 # --- pydoc ----------------------------------------------------------------------------------------
 
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
-    """On a part of the library: all of it takes seconds to parse."""
+    """Use a part of the library, because parsing the whole library takes seconds."""
     library = Path(os.__file__).parent
     (tmp_path / "lib" / "json").mkdir(parents=True)
     for name in ("turtle.py", "argparse.py", "textwrap.py", "json/__init__.py", "json/decoder.py"):
@@ -110,7 +111,7 @@ def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     assert "= = JSONDecoder = =" in text and "= argparse =" in text and "= turtle =" in text
     corpus = load_corpus(folder)
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
-    # falling, as cutoffs need
+    # counts never increase, as cutoffs require
     assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT
     assert 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
     for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
@@ -143,7 +144,7 @@ def test_a_text_file_is_split_by_paragraphs(folder):
     assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
     corpus = load_corpus(made)
     words = [word for line in lines_of(made, "train") for word in line.split()]
-    assert lines_of(made, "train")[-1].split() == ["<unk>"]  # a line more, as no word is rare
+    assert lines_of(made, "train")[-1].split() == ["<unk>"]  # added, because no word is rare
     assert len(corpus.train) == len(words) + 37
 
 
@@ -157,10 +158,11 @@ def test_rare_and_new_words_become_unk(folder):
     said = f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid"
     assert said in data_text.describe_corpus(corpus)
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
-    corpus = load_corpus(text_folder("folder", "new.txt"))  # lines, where no line is blank
+    corpus = load_corpus(text_folder("folder", "new.txt"))  # split by lines: none is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
     Path("few.txt").write_text("".join(f"word{i % 6}\n" for i in range(18)) + "new\n" * 2)
-    corpus = load_corpus(text_folder("folder", "few.txt"))  # 20 lines are enough, 3 times not rare
+    # 20 lines are enough, and a word that occurs 3 times is not rare
+    corpus = load_corpus(text_folder("folder", "few.txt"))
     assert [corpus.vocab.words[i] for i in corpus.test] == ["<unk>", "<eos>"]
 
 
@@ -168,7 +170,7 @@ def test_rare_and_new_words_become_unk(folder):
     ("नमस्ते दुनिया, कैसे हैं आप?", "नमस्ते दुनिया , कैसे हैं आप ?"), ("क्\u200dष", "क्\u200dष"),
     ("我喜欢AI模型。", "我 喜 欢 AI 模 型 。"), ("か\u3099くテスト", "か\u3099 く テ ス ト"),
     ("안녕 하세요", "안녕 하세요"), ("l'été, nai\u0308ve", "l'été , nai\u0308ve")])
-def test_words_of_other_scripts(text, words):
+def test_words_of_other_scripts_are_split(text, words):
     assert data_text.words_of(text) == words.split()
 
 
@@ -202,7 +204,7 @@ def test_files_without_text_are_named(folder):
 
 
 def test_another_text_is_scored_word_by_word(folder):
-    """In the model's vocabulary: rare words of the new text do not become <unk>."""
+    """The model's vocabulary is used, so rare words of the new text do not become <unk>."""
     Path("book.txt").write_text(BOOK + "\n\nOne zebra.\n")
     trained = dict(data_dir=str(folder))
     whole = lines_to_score("folder", "book.txt", trained)["whole"]
@@ -235,7 +237,7 @@ def test_every_window_is_drawn_equally_often():
 
 
 def test_windows_reach_every_place_of_a_large_text():
-    class Places:  # WikiText-103's length, no memory
+    class Places:  # as long as WikiText-103, without data
         def __len__(self):
             return 103_227_021
 
@@ -251,7 +253,7 @@ def test_windows_reach_every_place_of_a_large_text():
 # --- sliding evaluation ---------------------------------------------------------------------------
 
 class Reads(torch.nn.Module):
-    """A model that writes down what it was asked; its nats are the number of tokens of context."""
+    """A model that records its inputs. Its nats are the number of context tokens."""
 
     def __init__(self):
         super().__init__()
@@ -271,9 +273,9 @@ class Reads(torch.nn.Module):
 @pytest.mark.parametrize("stride", [1, 3, 7, 8])
 def test_every_token_is_scored_once_with_its_context(M, stride):
     model = Reads()
-    # of each target, in tokens
+    # the length of each target's context, in tokens
     context = sliding_nll(model, torch.arange(M), 8, stride, batch_size=3)
-    assert model.scored == M - 1  # the output layer, no more
+    assert model.scored == M - 1  # no token is scored twice
     assert len(context) == M - 1 and context[:8].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     if stride < 8:
         assert (context[8:] > 8 - stride).all() and (context[8:] <= 8).all()
@@ -296,7 +298,7 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
         total, count, ppl = a["sliding_total_b1"].tolist()
         assert len(nats) == count and nats.sum().item() == pytest.approx(total, abs=1e-4)
         assert perplexity(nats) == pytest.approx(ppl, rel=1e-5)
-        # segment-wise
+        # in separate segments
         streams = [sliding_nll(model, stream, 12, 12, batch_size)
                    for stream in a["seq"].view(3, 20)]
         total, count, ppl = a["ordered_total"].tolist()

@@ -1,5 +1,8 @@
-"""Tests of all three trainers, with the real scripts and small settings: stopping, resuming and
-more processes change no number; bad input ends in one line and loses nothing."""
+"""Test all three trainers with the real scripts and small settings.
+
+Interrupted, resumed and multi-process runs give the same numbers. Bad input ends in one line and
+loses nothing.
+"""
 
 import json
 import os
@@ -34,7 +37,7 @@ SMALL = dict(
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
         "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
-# everything on that is random or has state
+# every flag that adds random numbers or state
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
@@ -61,7 +64,7 @@ def bad(name, *parts):
     return refused(SCRIPTS[name], SMALL[name], *parts)
 
 
-# --- stopping and going on ------------------------------------------------------------------------
+# --- stopping and resuming ------------------------------------------------------------------------
 
 @each
 def test_resumed_run_is_bit_identical(name):
@@ -69,7 +72,7 @@ def test_resumed_run_is_bit_identical(name):
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 6 --out_dir whole")
     train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                        # only the run of three evaluated
+    if name != "lm":                        # only "parts" evaluated at step 3
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
     resume(name, "parts --max_steps 6")                                     # remembers its flags
@@ -81,7 +84,7 @@ def test_resumed_run_is_bit_identical(name):
 
 @each
 def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
-    """Copy the folder before each row, evaluation and checkpoint; every copy resumes."""
+    """Copy the folder before each row, evaluation and checkpoint; every copy can resume."""
     run = dict(cls="--num_images 18 --epochs 2 --eval_every 1 --keep_best",
                lm="--max_steps 2 --eval_every 1",
                seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_best")[name]
@@ -104,10 +107,10 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
         resume(name, folder, "--max_steps 2" if name == "lm" else "")
         for file in (path.name for path in Path("whole").glob("*.pt")):
             assert_same_run("whole", folder, file)
-        assert not list(Path(folder).glob("*.tmp"))                 # what the kill left
+        assert not list(Path(folder).glob("*.tmp"))                 # no remains of the kill
     before = Path("whole/last.pt").read_bytes()
     capsys.readouterr()
-    resume(name, "whole --max_steps 1")                 # nothing is left: the result, no change
+    resume(name, "whole --max_steps 1")                 # no step is left: prints the result
     assert re.search(r"after 2(\.0)? (steps|epochs), .* minutes", capsys.readouterr().out)
     assert Path("whole/last.pt").read_bytes() == before and len(log("whole")) == 2
 
@@ -186,7 +189,7 @@ def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, advice, 
     EveryStep(monkeypatch, spoil)
     found = bad(name, "--max_steps 9 --log_every 9 --out_dir a")
     assert f"not finite at step {last}: " in found
-    assert ("--lr" in found) == advice                          # the first step used no rate yet
+    assert ("--lr" in found) == advice                          # no rate was used before step 1
     if last == 1:
         return
     assert found.endswith("--resume a") and common.load("a/last.pt")["step"] == 3
@@ -195,7 +198,7 @@ def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, advice, 
 
 @each
 def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
-    """A step takes half a second, an evaluation a hundred, a checkpoint a thousand."""
+    """Use a fake clock: a step takes 0.5 s, an evaluation 100 s and a checkpoint 1,000 s."""
     now, real, save = [0.0], SCRIPTS[name].evaluate, common.save
 
     def wait(seconds, function=lambda *args, **how: None):
@@ -239,7 +242,7 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
                        ("--batch_size 2", "--batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
-    assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # was for once
+    assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # for one command
     resume(name, "a --max_steps 3")
     assert list(log("a")) == [1, 2, 3]
 
@@ -274,11 +277,11 @@ def test_resumed_run_takes_and_prints_changed_flags(name, capsys):
                 lm=lambda: train_lm.learning_rate(2, args))[name]()
     assert args.lr == 0.01 and log("a", "lr")[3] == pytest.approx(rate)
     if name == "lm":
-        assert args.amp is True and args.steps == 40            # what a person said stays said
+        assert args.amp is True and args.steps == 40            # given flags persist
     else:
         groups = checkpoint["optimizer"]["param_groups"]
         assert args.epochs == 9 and [group["weight_decay"] for group in groups] == [0.5, 0]
-    for k, average in (checkpoint.get("ema") or {}).items():    # begins with the resumed weights
+    for k, average in (checkpoint.get("ema") or {}).items():    # the average starts at `before`
         torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
 
 
@@ -294,7 +297,7 @@ def test_amp_is_bf16_in_training(name):
 # --- processes ------------------------------------------------------------------------------------
 
 def main_and_seed(name):
-    """main(), then the seed of the last step's masks. Rank 0 alone writes."""
+    """Run main() and print the seed of the last step's masks. Only rank 0 may write files."""
     if os.environ["RANK"] != "0":
         common.Log = common.save = None
     SCRIPTS[name].main()
@@ -303,7 +306,7 @@ def main_and_seed(name):
 
 @each
 def test_two_processes_print_no_warning(name):
-    """One image per process: the gradient of a token that all images share has its layout."""
+    """Use one image per process: the gradient of a shared token then has the token's layout."""
     run = flags(SMALL[name], "--max_steps 2 --batch_size 2 --out_dir two")
     out, err = group(SCRIPTS[name].main, run, errors=True)[1]
     assert "warn" not in (out + err).lower()
@@ -311,13 +314,13 @@ def test_two_processes_print_no_warning(name):
 
 @each
 def test_two_processes_equal_one(name):
-    """Without dropout, whose masks are a process's own. seg: ignored pixels are unequal."""
+    """Dropout is off, because masks differ per process. seg: numbers of ignored pixels differ."""
     extra = dict(cls="--num_images 85 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 "
                      "--repeats 3 --ema 0.9 --adv_eps 2/255 --adv_steps 1 --max_steps 6",
                  lm="--max_steps 10 --dropout 0 --eval_every 5",
                  seg="--dropout 0 --drop_path 0 --epochs 2")
     run, steps = flags(SMALL[name], extra[name]), dict(cls=6, lm=10, seg=6)[name]
-    # as the first processes of two nodes
+    # LOCAL_RANK 0: each process is the first one of its node
     printed = group(partial(main_and_seed, name), [*run, "--out_dir", "two"], LOCAL_RANK="0")
     train(name, extra[name], "--out_dir one")
     assert json.loads(Path("two/log.jsonl").read_text().splitlines()[0])["world"] == 2
@@ -328,7 +331,7 @@ def test_two_processes_equal_one(name):
     np.testing.assert_allclose(*norms, rtol=1e-3)
     seeds = [seed_from(0, DROPOUT, steps - 1, rank) for rank in (0, 1)]
     assert [int(text.split()[-1]) for text in printed] == seeds
-    assert len(printed[1].split()) == 1                             # rank 0 alone speaks
+    assert len(printed[1].split()) == 1                             # only rank 0 prints
     a, b = log("two", "eval")[steps], log("one", "eval")[steps]
     assert a.get("images") == b.get("images") == dict(cls=17, lm=None, seg=5)[name]  # odd numbers
     what = dict(cls="loss", lm="perplexity", seg="pixel_accuracy")[name]

@@ -1,4 +1,4 @@
-"""Tests of train_cls.py alone; test_train.py tests what all trainers do."""
+"""Test train_cls.py alone; test_train.py tests the behaviour of all trainers."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def imagenet(tmp_path_factory):
 
 
 def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
-    train("--max_steps 2 --num_images 500")         # all else as in the README's first command
+    train("--max_steps 2 --num_images 500")         # other flags: as in README's first command
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder, test = Path("out/shapes_rpc"), load_shapes("test", 100)
     evaluation, checkpoint = log(folder, "eval")[2], common.load(folder)
@@ -92,7 +92,7 @@ def test_init_from_sets_weights_and_model(imagenet, capsys):
     args = common.load("like")["args"]
     assert (args["model"], args["image_size"]) == ("micro", 32)
     Path("deit.pt").unlink()
-    train("--resume like --max_steps 2")                            # needs the file no more
+    train("--resume like --max_steps 2")                            # no longer needs the file
 
 
 def test_initialisation_is_pytorchs_unless_init_changes_it():
@@ -101,7 +101,7 @@ def test_initialisation_is_pytorchs_unless_init_changes_it():
         assert common.load(init)["model_config"]["init"] == init
 
 
-def test_matrices_decay_those_of_scaled_attention_too():
+def test_matrices_decay_also_in_scaled_attention():
     train(SMALL, "--attn scaled_s --max_steps 1 --out_dir a")
     checkpoint = common.load("a")
     decay, rest = (len(group["params"]) for group in checkpoint["optimizer"]["param_groups"])
@@ -122,7 +122,7 @@ def test_adversarial_images_raise_the_loss_within_eps():
     assert (moved - images).abs().max() <= 4 / 255 + 1e-6 and not moved.requires_grad
     assert 0 <= moved.min() and moved.max() <= 1
     again = torch.cat([attack(images[i:i + 4], targets[i:i + 4], i, seed=0) for i in (0, 4)])
-    assert (moved - again).abs().max() < 1e-6       # a sample's start is its own
+    assert (moved - again).abs().max() < 1e-6       # the start depends on the sample
     assert not torch.equal(moved, attack(images, targets, 0, seed=1))               # another start
     model.eval()
     assert F.cross_entropy(model(moved), targets) > F.cross_entropy(model(images), targets)

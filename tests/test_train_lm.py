@@ -1,4 +1,4 @@
-"""Tests of train_lm.py alone; test_train.py tests what all trainers do."""
+"""Test train_lm.py alone; test_train.py tests the behaviour of all trainers."""
 
 import shutil
 from argparse import Namespace
@@ -28,7 +28,7 @@ def a_small_text(alone):
 # --- a run and its files --------------------------------------------------------------------------
 
 def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
-    """Without flags but --max_steps; pydoc's documents are made fewer for the time it takes."""
+    """All flags except --max_steps have their defaults. Fewer pydoc documents save time."""
     text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
     topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
     monkeypatch.setattr(data_text, "pydoc_documents", lambda: topics)
@@ -37,12 +37,12 @@ def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     checkpoint, sample = common.load(folder), log(folder, "sample")[2]
     vocab, model = data_text.stored_vocabulary(checkpoint), lm_from_checkpoint(checkpoint)
     lines = data_text.read_lines(Path("out/cache").glob("pydoc_*/wiki.valid.tokens").__next__())
-    nats = data_text.sliding_nll(model, vocab.encode_lines(lines), 64, 64)      # of all tokens
+    nats = data_text.sliding_nll(model, vocab.encode_lines(lines), 64, 64)      # one per token
     perplexity = data_text.perplexity(nats)
     assert f"valid perplexity {perplexity:.2f} " in out
     assert checkpoint["metrics"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)
     assert sample and sample[:20] in out and out.strip().endswith(f"--ckpt {folder}")
-    train("--words 3 --sample", [folder])                       # not refused: it writes nothing
+    train("--words 3 --sample", [folder])                       # allowed: writes nothing
     train("--data_dir text --context 16 --batch_size 8 --words 0 --max_steps 1")
     assert {d.name for d in Path("out").iterdir()} == {"cache", "pydoc_rpc", "text_symmetric"}
 
@@ -64,7 +64,7 @@ def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
 
 
 def test_the_learning_rate_is_lmtools_after_warmup(golden):
-    """In the warm-up lr k / w there, (k + 1) / (w + 1) here."""
+    """Compare the schedules. In the warm-up, lmtool has lr k / w, our code lr (k + 1) / (w + 1)."""
     a = golden("lm_schedule")
     lr, warmup, total = (a[k].item() for k in ("base_lr", "warmup", "max_step"))
     args = Namespace(lr=lr, warmup=warmup, steps=total)
@@ -84,22 +84,21 @@ def test_a_text_too_short_is_named():
     assert not Path("a").exists()
 
 
-# --- a checkpoint is sampled and scored -----------------------------------------------------------
+# --- samples of a checkpoint ----------------------------------------------------------------------
 
-def test_a_sample_needs_its_checkpoint_alone(
-        capsys, monkeypatch):
+def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
     line = bad(SMALL, "--prompt", ["the purple cat"], "--out_dir b")        # before any training
     assert "purple" in line and not Path("b").exists()
     train(SMALL, "--out_dir a --steps 40 --lr 1e-2")
     own, files = log("a", "sample")[40], sorted(Path("a").iterdir())
     shutil.rmtree("text")
-    monkeypatch.setattr(train_lm, "sliding_nll", None)                      # scores nothing
+    monkeypatch.setattr(train_lm, "sliding_nll", None)                # sampling scores nothing
 
     def said(*parts):
         capsys.readouterr()
         train(*parts)
         return capsys.readouterr().out.strip()
-    assert said("--sample a --words 5") == own              # that run's own sample, nothing else
+    assert said("--sample a --words 5") == own              # only the sample of that run
     prompt = ["--prompt", "the cat of"]
     texts = [said("--sample a --words 12", prompt, extra) for extra in ("", "", "--seed 1")]
     assert all(text.startswith("the cat of") for text in texts)

@@ -1,6 +1,6 @@
-"""Tests of train_seg.py alone, and of the evaluation over a data set in segmenter.py.
+"""Test train_seg.py alone, and the evaluation over a data set in segmenter.py.
 
-test_train.py tests what all trainers do.
+test_train.py tests the behaviour of all trainers.
 """
 
 import re
@@ -37,13 +37,12 @@ def root(tmp_path_factory):
 
 # --- a run and its files --------------------------------------------------------------------------
 
-def test_the_checkpoint_alone_reproduces_the_mean_iou(
-        capsys, monkeypatch):
+def test_the_checkpoint_alone_reproduces_the_mean_iou(capsys, monkeypatch):
     views, scales = train_seg.TrainingViews, []
     monkeypatch.setattr(train_seg, "TrainingViews",
                         lambda *how: scales.append(how[2]) or views(*how))
-    train("--num_images 80 --max_steps 2")          # all else as in the README's first command
-    assert scales == [(1, 1)]                       # scenes are not resized, nor, below, distorted
+    train("--num_images 80 --max_steps 2")          # other flags: as in README's first command
+    assert scales == [(1, 1)]               # scenes are neither resized nor (below) distorted
     *_, said, following = capsys.readouterr().out.strip().splitlines()
     folder = Path("out/seg_shapes_rpc")
     checkpoint, evaluation = common.load(folder), log(folder, "eval")[2]
@@ -79,8 +78,8 @@ def test_recipes_set_optimizer_and_attention():
     assert get("").attn == "symmetric" and get("--attn rpc").attn == "rpc"      # your own masks
 
 
-def test_the_schedule_is_the_references(golden):
-    """rstrudel/segmenter's; that SGD has Nesterov's momentum is in test_plain_loop.py."""
+def test_the_schedule_equals_the_reference(golden):
+    """The reference is rstrudel/segmenter. test_plain_loop.py tests Nesterov momentum."""
     g = golden("seg_schedule")
     total, args = int(g["iter_max"]), Namespace(lr=g["base_lr"].item(), min_lr=g["min_lr"].item())
     ours = [train_seg.learning_rate(k, total, args) for k in range(total + 1)]
@@ -118,7 +117,7 @@ CONFIG = SegmenterConfig(4, image_size=32, patch_size=8, embed_dim=16, depth=1, 
 
 
 def ignore(monkeypatch, ignored):
-    """Images of SegTree whose labels are all 255 where ignored(tree, i), else all 0."""
+    """Replace the images of SegTree: all labels are 255 if ignored(tree, i), and 0 otherwise."""
     def image(tree, i):
         label = torch.zeros(40, 40, dtype=torch.uint8)
         return label.expand(3, -1, -1), label.fill_(255 if ignored(tree, i) else 0)
@@ -141,7 +140,7 @@ def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
 
 
 def test_predictions_are_in_order_with_workers(root):
-    """The scores and the change of an image are in test_eval_tasks.py."""
+    """test_eval_tasks.py tests the scores and the corruption of images."""
     model, tree, index = Segmenter(CONFIG), ade20k(root, "training", 4), [3, 0, 8, 5]
     for num_workers in (0, 1):
         triples = predictions(model.eval(), tree, index, num_workers=num_workers, **HOW)
@@ -161,7 +160,7 @@ ADE = "--data ade20k --num_classes 4 --num_workers 0 --max_steps 1 --log_every 1
 
 
 def classifier(path, **config):
-    """A checkpoint as train_cls.py writes it."""
+    """Write a checkpoint like train_cls.py; return its model."""
     model = ViT(ViTConfig(image_size=32, patch_size=8, num_classes=7, embed_dim=64, depth=2,
                           num_heads=1, **config))
     torch.save(dict(task="classification", model=model.state_dict(), step=3,
@@ -183,7 +182,7 @@ def test_a_backbone_keeps_its_own_attention(root):
     positions = resize_pos_embed(backbone.pos_embed.data, (6, 6), "bilinear")
     torch.testing.assert_close(weights["encoder.pos_embed"], positions, rtol=0, atol=1e-6)
     Path("rpc.pt").rename("moved.pt")
-    train("--resume a --max_steps 2")                               # needs the backbone no more
+    train("--resume a --max_steps 2")                               # no longer needs the backbone
     run[-1] = "moved.pt"
     for flag in ("--attn symmetric", "--n_iter 4", "--rpc_layers 0", "--patch_size 16",
                  "--model tiny"):
@@ -192,7 +191,7 @@ def test_a_backbone_keeps_its_own_attention(root):
 
 def test_weights_of_another_attention_are_rejected(root):
     model, run = classifier("soft.pt"), flags(ADE, [root], "--size 32 --backbone")
-    config = dict(asdict(model.config), attn="symmetric")           # 3C rows, a symmetric model
+    config = dict(asdict(model.config), attn="symmetric")           # symmetric, but with 3C rows
     torch.save(dict(torch.load("soft.pt", weights_only=True), model_config=config), "wrong.pt")
     torch.save({"model": model.state_dict()}, "deit.pt")            # like DeiT's files
     train(run, "deit.pt --out_dir a")

@@ -106,7 +106,7 @@ def test_rpc_layers_choose_the_attention_per_layer(monkeypatch):
         m = small(**how, pap=dict(n_iter=3, lambd=0.7, form="admm"))
         assert [block.attn.attn for block in m.blocks] == kinds
         assert m.blocks[1].attn.pap == dict(n_iter=3, lambd=0.7, **FORMS["admm"])
-    assert ViTConfig(attn="rpc", rpc_layers=(3, 0)).rpc_layers == (0, 3)       # one name
+    assert ViTConfig(attn="rpc", rpc_layers=(3, 0)).rpc_layers == (0, 3)       # sorted
 
 
 def test_dropout_of_the_mlp_acts_in_training_only():
@@ -120,7 +120,7 @@ def test_dropout_of_the_mlp_acts_in_training_only():
     torch.testing.assert_close(seen[0][seen[0] != 0], 2 * hidden[seen[0] != 0])
 
 
-def test_both_inits_are_those_of_the_results():
+def test_both_initialisations_have_their_standard_deviation():
     torch.manual_seed(0)
     std = {init: ViT(ViTConfig(attn="rpc", init=init)).blocks[0].attn.qkv.weight.std().item()
            for init in ("default", "trunc_normal")}
@@ -193,7 +193,7 @@ ARGS = dict(robust=True, num_iter=4, lambd=4.0, layer=0)  # as the released code
 
 
 def released(**change):
-    """A file of the paper's authors."""
+    """Return the contents of a file of the paper's authors."""
     return {"model": SYM, "args": argparse.Namespace(**{**ARGS, **change})}
 
 

@@ -1,4 +1,4 @@
-"""lecture/WALKTHROUGH.md quotes the code, and its numbers are those that the cells compute."""
+"""lecture/WALKTHROUGH.md quotes the code, and the cells compute all of its numbers."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ NAMES = re.findall(r'^if wanted\("(\w+)"\)', CODE, re.M)            # cells afte
 
 
 def wrong_quotes(text):
-    """List the quoted passages, file and first line, that their file does not contain."""
+    """List (file, first line) of quoted passages that their file does not contain."""
     wrong = []
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         name, *lines = [line.strip() for line in block.strip().splitlines()]
@@ -36,7 +36,7 @@ def published():
 
 
 def unfounded(text):
-    """List the decimal numbers of the prose that no cell computed and the paper does not print."""
+    """List decimal numbers of the prose that neither a cell computed nor the paper prints."""
     prose = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]+\$|`[^`]+`|\]\([^)]*\)|^!\[.*?$", " ", text,
                    flags=re.S | re.M)
     prose = re.sub(r"\b(eq\.|section|App\.) [\w.]+", " ", prose)
@@ -73,7 +73,7 @@ def test_cells_compute_stored_numbers_own_image_differs(tmp_path):
         assert found[name] == pytest.approx(NUMBERS[name], rel=0.02, abs=1e-5), name
 
 
-# New formulas of the lecture, each checked by a number (stop 1).
+# The cell of stop 1 checks each new formula of the lecture by a number.
 def test_formulas_of_stop_1_hold_numerically():
     found = NUMBERS["projection"]
     assert found["difference"] < 1e-14          # Theorem 1

@@ -50,7 +50,8 @@ def test_classifiers_have_the_stated_recipe_and_accuracy(name, monkeypatch):
     with torch.no_grad():
         right = model(scenes.images / 255).argmax(1) == scenes.labels
     stated = float(STATED[name])
-    assert 100 * right.double().mean().item() == pytest.approx(stated, abs=1)    # of 3,200
+    # weights/README.md states the accuracy on 3,200 scenes
+    assert 100 * right.double().mean().item() == pytest.approx(stated, abs=1)
 
 
 def test_the_segmenter_is_as_accurate_as_stated():
@@ -61,7 +62,7 @@ def test_the_segmenter_is_as_accurate_as_stated():
 
 
 def test_the_language_model_is_as_good_as_stated(tmp_path):
-    """Skipped on other versions of Python, because their documentation differs."""
+    """Skip on other versions of Python, because their documentation differs."""
     checkpoint = common.load(WEIGHTS / "pydoc_rpc.pt")
     model = lm_from_checkpoint(checkpoint)
     corpus = load_corpus(pydoc_folder(tmp_path))

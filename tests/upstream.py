@@ -1,4 +1,4 @@
-"""lmtool's weights in a language model of ours, for the tests that compare the two."""
+"""Load the weights of lmtool's reference files into our language model, to compare the two."""
 
 import torch
 
@@ -9,10 +9,11 @@ LMTOOL = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
 
 
 def lmtool_model(arrays, name):
-    """The model of a reference file. Its symmetric copy of MemTransformerLM has no q_net.
+    """Return our model with the weights of the reference file `name`.
 
-    Theirs: kv_net rows are keys, then values; crit.out_layers.0.weight repeats the embedding;
-    inv_freq is no weight.
+    In lmtool's weights, kv_net has the rows of the keys first, then the rows of the values, and the
+    symmetric model has no q_net. Two entries are skipped: crit.out_layers.0.weight repeats the
+    embedding, and inv_freq is not a weight.
     """
     model = LM(LMConfig(53, 12, embed_dim=16, depth=2, num_heads=2, mlp_dim=40,
                         attn="symmetric" if "symmetric" in name else "softmax",

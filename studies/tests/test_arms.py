@@ -1,4 +1,4 @@
-"""studies/arms.py: what is missing is trained and measured, rows are compared as the tables say."""
+"""Test studies/arms.py: it trains and measures missing runs, and compares rows in tables."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_criterion_arms_have_the_flags_of_the_plan():
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    """Call `arms robustness` in this process; returns the commands that it ran."""
+    """Return a function that calls `arms robustness` here and returns the commands that it ran."""
     commands = []
 
     def call(*command):
@@ -71,7 +71,7 @@ def test_study_runs_only_missing_steps(study, tmp_path, capsys):
     assert "adaptive_pgd" in rows["clamp_s7"] and "adaptive_pgd" not in rows["symmetric_s7"]
     assert "clamp minus symmetric" in capsys.readouterr().out
 
-    # a run that was cut goes on to the same weights; what is finished stays as it is
+    # a run that was cut ends with the same weights; finished runs do not change
     end, finished = common.load(clamp / "last.pt"), (symmetric / "last.pt").stat().st_mtime_ns
     shutil.rmtree(clamp)
     words = ("train_cls.py --attn rpc --n_iter 1 --lambd 0.5 --seed 7 --num_images 32 "
@@ -84,7 +84,7 @@ def test_study_runs_only_missing_steps(study, tmp_path, capsys):
     assert rows == {file.parent.name: file.read_text()
                     for file in tmp_path.glob("eval/*/results.jsonl")}
 
-    # a folder of another arm or seed is refused
+    # a folder of another arm or seed is an error
     symmetric.rename(tmp_path / "symmetric_s1")
     with pytest.raises(InputError, match="symmetric_s1 was trained with seed 7, expected 1"):
         study(*pair, "--seeds", "1")
@@ -125,7 +125,10 @@ def test_stored_networks_have_the_flags_of_their_arms():
 # --- from rows to tables --------------------------------------------------------------------------
 
 def made_up(seeds=range(40, 45)):
-    """Lines of the criterion: symmetric-adv withstands larger budgets, rpc4-l1 smaller ones."""
+    """Yield made-up rows of the criterion.
+
+    symmetric-adv is robust to larger budgets than symmetric, rpc4-l1 to smaller ones only.
+    """
     middle = {"symmetric": 3, "rpc4-l1": 2, "symmetric-adv": 6}
     for seed in seeds:
         for arm, at in middle.items():
@@ -142,8 +145,7 @@ def made_up(seeds=range(40, 45)):
                 yield row(f"{arm}_s{seed}", rng.random(500) < 0.4, "autoattack", eps=4 / 255)
 
 
-def test_criterion_outcomes_are_above_below_open(tmp_path, monkeypatch,
-                                                                         capsys):
+def test_criterion_outcomes_are_above_below_open(tmp_path, monkeypatch, capsys):
     study = arms.STUDIES["criterion"]
     rows = [stats.row_of(line) for line in made_up()]
     of = arms.compared(study, "cost-24", rows)

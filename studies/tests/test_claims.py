@@ -1,4 +1,4 @@
-"""studies/claims.py: the pages state the numbers that the stored rows give."""
+"""Test studies/claims.py: pages state the numbers that follow from the stored rows."""
 
 import csv
 

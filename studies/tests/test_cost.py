@@ -1,4 +1,4 @@
-"""studies/cost.py: Table 11: it prints tables, writes rows, and counts rightly."""
+"""Test studies/cost.py: it prints Table 11, writes rows and counts multiply-adds."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ VITS = [name for name in cost.MODELS if not name.startswith("fan")]
 
 
 def formula(config):
-    """Multiply-adds of one image of a ViT, by hand."""
+    """Return the multiply-adds of a ViT for one image, by a formula."""
     c, N, C, layers = config, config.num_tokens, config.embed_dim, 0
     for i in range(c.depth):
-        projections = 2 if c.layer_attn(i) in ("symmetric", "rpc") else 3  # k, v; else q too
+        projections = 2 if c.layer_attn(i) in ("symmetric", "rpc") else 3  # k, v; or q, k, v
         steps = c.pap["n_iter"] if c.layer_attn(i).startswith("rpc") else 1  # K K^T and A V each
         layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
     patches, norms = (N - 1) * 3 * c.patch_size ** 2 * C, 5 * N * C * (2 * c.depth + 1)
@@ -36,7 +36,7 @@ def test_every_model_has_a_row(monkeypatch, tmp_path, capsys):
     for column in ("ms", "ratio", "images/s", "batch ratio"):
         assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
     symmetric, rpc, fan_symmetric, fan_softmax = rows
-    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):          # of one round
+    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):     # one round only
         for what in ("train", "test"):
             ratio = own[f"{what} ms"] / base[f"{what} ms"]
             assert own[f"{what} ratio"] == pytest.approx(ratio)
@@ -89,4 +89,4 @@ def test_pap_step_keeps_three_tensors():
                             pap=dict(n_iter=n)))
               for n in (2, 3)]
     few, more = (cost.kept(model, torch.rand(1, 3, 224, 224)) for model in models)
-    assert 3 < (more - few) / (4 * 257 * 64) < 3.2  # S, K2, L, row sums; a matrix is 16
+    assert 3 < (more - few) / (4 * 257 * 64) < 3.2  # S, K2, L, row sums; a matrix would add 16

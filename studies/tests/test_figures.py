@@ -1,4 +1,4 @@
-"""studies/plot.py: the figures show the rows."""
+"""Test studies/plot.py: the figures show the numbers of the rows."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""studies/kernel_pca.py, probe.py: golden numbers, theory, nulls, capture, the command."""
+"""Test studies/kernel_pca.py and probe.py: reference numbers, theory, controls, the command."""
 
 import csv
 import math
@@ -25,7 +25,7 @@ from vit import ViT, ViTConfig
 
 
 def check_heads(z):
-    """Every quantity of a case of kpca_small or kpca_vit."""
+    """Check every quantity of a case of kpca_small or kpca_vit."""
     q, k, v, d = z["q"], z["k"], z["v"], int(z["dv"])
     axes, lp, h = kernel_pca(k), log_phi2(q, k), attend(q, k, v)
     assert_close(axes.log_g, z["log_g"], 1e-10)
@@ -113,13 +113,13 @@ def test_long_keys_stay_finite(ratio):
         t *= (ratio * math.sqrt(8) / t.square().sum(-1).amax()).sqrt()
     heads = Heads(q, k, v, v, v.transpose(1, 2).flatten(2))
     layer = Layer(heads, "0")
-    assert (layer.axes.rank < 19).all() == (ratio >= 500)  # fewer axes than asked: it goes on
+    assert (layer.axes.rank < 19).all() == (ratio >= 500)  # fewer axes than D are no error
     for key, t in measure([layer], EXPERIMENTS).items():
         assert t.isfinite().all(), key
 
 
 def random_heads(B=4, H=2, N=65, D=16):
-    """Heads of a layer with random weights on random tokens."""
+    """Return the heads of a layer with random weights on random tokens."""
     g = torch.Generator().manual_seed(0)
     x = torch.randn(B, N, H * D, generator=g, dtype=torch.float64)
     W = torch.randn(3, 1, H, H * D, D, generator=g, dtype=torch.float64)
@@ -135,14 +135,14 @@ def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
 
 def test_other_head_is_a_control_everywhere():
     heads, experiments = tiny_heads(H=3), {**EXPERIMENTS}
-    del experiments["eigstats"]                                             # of keys alone
+    del experiments["eigstats"]                                             # depends on keys only
     found = measure([Layer(heads)], experiments)
     moved = measure([Layer(heads._replace(v=heads.v.roll(1, 1), raw=heads.raw.roll(1, 1)))],
                     experiments)
     compared = [key[:2] for key in found if key[2] == "other" and "learned -" not in key[1]]
     assert {name for name, _ in compared} == set(experiments)
     for name, m in compared:
-        if m not in ("h2", "J", "rel_phi", "rel_h", "above"):  # |v| is another head's there
+        if m not in ("h2", "J", "rel_phi", "rel_h", "above"):  # |v| comes from another head
             assert_close(found[name, m, "other", ""], moved[name, m, "learned", ""], 1e-9)
     for (name, m, source, _), t in found.items():
         if m.endswith(": learned -"):
@@ -164,7 +164,7 @@ def test_degenerate_heads_are_measured(zero, sizes):
 
 
 def test_unresolved_axes_are_left_out():
-    layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, of six
+    layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, not six
     axes, found = layer.axes, EXPERIMENTS["gamma"](layer)
     assert (axes.rank == 3).all()
     assert_close(found["lambda"]["KPCA"], ((-axes.c).exp() * axes.sigma[..., :3] / 4).mean(-1))
@@ -179,7 +179,7 @@ def test_control_values_have_the_learned_size():
     iid = layer.values["iid"]
     assert abs(torch.corrcoef(torch.stack([iid.flatten(), other.flatten()]))[0, 1]) < 0.3
     assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5
-    W, = layer.raw["x W"][:1, 0]  # a matrix of its own for each head
+    W, = layer.raw["x W"][:1, 0]  # each head has another matrix
     assert abs(torch.corrcoef(W.flatten(1))[0, 1]) < 0.9
     later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values
     for name in ("iid", "x W"):
@@ -202,7 +202,7 @@ def test_controls_are_scaled_like_the_layer():
 
 
 class Wrapped(nn.Module):
-    """Any module tree with attention in it will do."""
+    """A module tree that contains an attention layer."""
 
     def __init__(self, **kind):
         super().__init__()
@@ -252,17 +252,17 @@ def read(path):
         return list(csv.DictReader(f))
 
 
-# --- how much could the measures have shown? ------------------------------------------------------
+# --- sensitivity of the measures ------------------------------------------------------------------
 
 def test_fitted_map_beats_a_random_one(monkeypatch):
     heads = random_heads(B=4, N=24, D=8)
     pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
     own = torch.linalg.lstsq(heads.x.flatten(0, 1)[None],
                              heads.v.transpose(0, 1).flatten(1, 2)).solution
-    W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                       # no b
+    W = torch.cat([own, torch.zeros(2, 1, 8)], 1)                                  # bias 0
     assert_close(study.mapped(pieces[1], W), heads.v[2:], 1e-9, 1e-9)
     S = torch.rand(2, 2, 24, 24, dtype=torch.float64)
-    scaled = Layer(Heads(*(t[2:] for t in heads[:5]), S=S))  # what I - S makes of it
+    scaled = Layer(Heads(*(t[2:] for t in heads[:5]), S=S))  # v is (I - S) x W
     assert_close(study.mapped(scaled, W), heads.v[2:] - S @ heads.v[2:], 1e-9, 1e-9)
     monkeypatch.setattr(study, "ROUNDS", 20)
     for name, score in study.FITTED.items():
@@ -280,7 +280,10 @@ def test_fitted_map_beats_a_random_one(monkeypatch):
 
 
 def stored(folder, seeds, gap, room=0.05, network="softmax"):
-    """trained.csv of networks a gap above a random matrix, with a map's room above it."""
+    """Write trained.csv of made-up networks; return its rows.
+
+    gap: learned values minus a random matrix. room: a fitted map minus a random matrix.
+    """
     rows = []
     for seed in range(seeds):
         x = 0.5 + seed / 100
@@ -307,7 +310,7 @@ def test_verdict_follows_interval_and_share(tmp_path, gap, room, said):
 
 def test_table_has_intervals_over_seeds(tmp_path):
     rows = stored(tmp_path, 3, 0.1)
-    half = 4.303 * 1e-4 / math.sqrt(3)                                            # t of 2 at 97.5 %
+    half = 4.303 * 1e-4 / math.sqrt(3)                                            # t(2) at 97.5 %
     text = study.control_table(rows, "eig_cos")
     assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
     assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
@@ -368,8 +371,7 @@ def test_rows_are_means_over_images(tmp_path):
     assert probe.read_csv(tmp_path / "no.csv") == []
 
 
-def test_untrained_and_trained_networks_have_rows(monkeypatch,
-                                                                                 tmp_path, capsys):
+def test_untrained_and_trained_networks_have_rows(monkeypatch, tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 "
              "--device cpu --weight_decay 0 --min_lr 0")

@@ -1,4 +1,4 @@
-"""studies/language.py: its variants of attention, steps at equal cost, runs and differences."""
+"""Test studies/language.py: attention variants, steps at equal cost, runs, differences."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def test_equal_cost_steps_follow_measured_ratios():
     costs = [dict(text="pydoc", ratio={"symmetric": 1.0, "softmax": 0.8, "rpc n4": 1.6})]
     found = [language.steps_of(name, "pydoc", costs)
              for name in ("rpc n4", "symmetric, equal cost", "softmax, equal cost")]
-    assert list(map(str, found)) == ["1000", "1600", "2000"]        # a flag of train_lm.py
+    assert list(map(str, found)) == ["1000", "1600", "2000"]        # for --steps
     with pytest.raises(InputError, match="--cost"):
         language.steps_of("softmax, equal cost", "wikitext", costs)
 
@@ -67,7 +67,7 @@ def test_attack_effect_excludes_swapped_targets():
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """A study of two variants, two steps and a short text, in an empty folder."""
+    """Prepare a study of two variants, two steps and a short text; return its flags."""
     text = tmp_path / "wikitext"
     text.mkdir()
     for split in ("train", "valid", "test"):

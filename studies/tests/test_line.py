@@ -1,4 +1,4 @@
-"""studies/line.py: who lies on the line of robustness against clean loss, and who leaves it."""
+"""Test studies/line.py: distances of networks from the line of robustness by clean loss."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_defence_is_off_the_line():
 
 
 def by_hand(own, of, measure):
-    """The Welch interval of a mean residual, with numpy alone: mean, variance, df."""
+    """Return a mean residual, its variance and its degrees of freedom (Welch), with numpy only."""
     x, y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in of)))
     at, own_y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in own)))
     slope = ((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum()
@@ -48,7 +48,7 @@ def by_hand(own, of, measure):
     k = len(seeds)
     own_parts.append((np.square(sums).sum() / n ** 2 * k / (k - 1), k - 1))
     variance, df = max(own_parts)
-    if variance < spread / n:                               # the line's own scatter, once for both
+    if variance < spread / n:                               # use the line's scatter
         return residual.mean(), spread / n + of_line, m - 2
     total = variance + of_line
     return residual.mean(), total, total ** 2 / (variance ** 2 / df + of_line ** 2 / (m - 2))
@@ -89,7 +89,7 @@ def test_adjusted_differences_equal_a_hand_computation(measure):
     d = line.adjusted(networks, "own line", measure)
     assert (d.mean, d.error ** 2, d.df) == pytest.approx((mean, variance, df))
 
-    # one slope: both groups around their own means share it; the rest is what attention is worth
+    # Fit one slope to both groups around their means. The remaining gap is attention's effect.
     x, y = (np.array([f(n) for n in rpc + base]) for f in (
         lambda n: np.log(n.loss), lambda n: n.accuracy[measure]))
     k = len(rpc)
@@ -108,7 +108,7 @@ def test_networks_of_one_seed_count_as_one():
            for arm in "abcd" for seed, x in seeds.items()]
     d, alone = (line.distance(of, trained(), M) for of in (own, own[:5]))
     assert d.error > 0.9 * alone.error and d.df < 6
-    two = [network("x", seed, 0.2, x) for seed in (0, 1) for x in (-6, 6)]     # no seed differs
+    two = [network("x", seed, 0.2, x) for seed in (0, 1) for x in (-6, 6)]  # equal means per seed
     assert line.distance(two, trained(), M).error > 3
 
 

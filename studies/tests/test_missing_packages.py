@@ -1,4 +1,4 @@
-"""Without scipy or matplotlib, a command ends in one line with its install command."""
+"""Commands end in one line with an install command if scipy or matplotlib is missing."""
 
 import sys
 from functools import partial
@@ -10,7 +10,7 @@ from processes import Started, run_in
 
 
 def run_without_packages(words):
-    """Run a command after all modules of scipy and matplotlib were blocked."""
+    """Block all modules of scipy and matplotlib, then run a command."""
     for name in ["scipy", "matplotlib", *sys.modules]:
         if name.split(".")[0] in ("scipy", "matplotlib"):
             sys.modules[name] = None

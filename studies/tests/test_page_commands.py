@@ -1,4 +1,4 @@
-"""The commands of the pages of studies/ that read stored rows run as printed, and say something."""
+"""Commands on the pages of studies/ that read stored rows run as printed and print tables."""
 
 import glob
 import importlib
@@ -19,7 +19,7 @@ OF_ROWS = [command for command in SHOWN if "--rows studies" in command
 
 @pytest.mark.parametrize("command", OF_ROWS)
 def test_page_command_prints_its_tables(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)                                 # figures go to folders of its own
+    monkeypatch.chdir(tmp_path)                                 # new figures go here
     (tmp_path / "studies").symlink_to(ROOT / "studies")
     study, *words = shlex.split(command)
     words = [path for word in words for path in (sorted(glob.glob(word)) or [word])]

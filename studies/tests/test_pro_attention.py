@@ -1,4 +1,4 @@
-"""ProAttention: equal to the released function; its two gradients; the study's tables."""
+"""Compare ProAttention with the released function; test its gradients and the tables."""
 
 import base64
 
@@ -39,7 +39,7 @@ def test_true_gradient_matches_finite_differences(penalty):
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_released_gradient_treats_weights_as_constants(penalty):
-    """One step with fixed weights w is a mean of the values: the gradient is w's row, no more."""
+    """One step with fixed weights w is a weighted mean of the values, so its gradient is w."""
     q, k, v = small_inputs()
     settings = dict(penalty=penalty, delta=1.0, gamma=2.0, steps=1, eps=0.01)
     A = (q @ k.mT / 2).softmax(-1).detach()

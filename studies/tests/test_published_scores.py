@@ -1,4 +1,4 @@
-"""studies/published_scores.py: equal to the published code (golden); what scores say of noise."""
+"""Compare studies/published_scores.py with the published code; test the scores of noise."""
 
 import math
 from itertools import permutations
@@ -41,7 +41,7 @@ def test_released_loss_ignores_the_values(golden):
     assert_close(official_loss(q, k, v), z["official"], 1e-10)
     assert_close(official_loss(q, k, v, with_h=False), z["official_without_h"], 1e-10)
     assert official_loss(q, k, v) == official_loss(q, k, 100 * v)
-    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))                   # few: h is seen
+    q, k, v = (0.1 * t[None, None] for t in draw(1, D=3))     # small values: h has an effect
     h = attend(standardise(q), standardise(k), v)
     without = official_loss(q, k, v, with_h=False)
     assert_close(official_loss(q, k, v).exp(), without.exp() - h.square().sum(-1).mean())
@@ -87,7 +87,7 @@ def test_exact_kernel_pca_has_eigen_cosine_one():
     exact, turned, noise, noise_turned = (of["gamma", "eig_cos", "learned", ""] for of in found)
     for cosine in (exact, turned, found[0]["gamma", "eig_cos", "KPCA", ""]):
         assert_close(cosine, torch.ones(4), 1e-9)
-    assert_close(noise_turned, noise, 1e-6)         # cond(R) and near ties of noise: 4e-10 to 2e-9
+    assert_close(noise_turned, noise, 1e-6)         # cond(R) and near ties: 4e-10 to 2e-9 off
     assert noise.max() < 0.9
 
 
@@ -98,7 +98,7 @@ def test_assignment_is_optimal():
         best = min(cost[range(6), p].sum() for p in permutations(range(6)))
         match = matching(torch.from_numpy(-cost)).numpy()
         assert sorted(match) == list(range(6)) and abs(cost[range(6), match].sum() - best) < 1e-12
-    # a zero row
+    # a row of NaN, as from values of zero
     C = torch.tensor([[0.1, 0.9, 0.2], [math.nan] * 3, [0.3, 0.8, 0.7]], dtype=torch.float64)
     assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
 
@@ -126,7 +126,7 @@ def test_command_writes_every_table(tmp_path, capsys):
 
 
 def test_released_loss_uses_all_images_at_once(tmp_path):
-    ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: an image a piece
+    ckpt = save_vit(tmp_path / "a.pt", image_size=64)  # 257 tokens: one image per piece
     run(published_scores, "--ckpt", ckpt, "--images", 3, "--exp", "losses",
         "--out_dir", tmp_path)
     (_, _, model, images), = points(parse_flags("", {"losses": exp_similarities},

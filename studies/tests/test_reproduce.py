@@ -1,4 +1,4 @@
-"""studies/reproduce/: the paper's numbers, the commands of each table, and their results."""
+"""Test studies/reproduce/: the paper's numbers, the commands of each table, their results."""
 
 import csv
 import importlib
@@ -88,7 +88,7 @@ def test_mce_needs_imagenet_and_all_severities():
     mce = sum(60 / alexnet[name] for name in alexnet) / 15
     assert reproduce.ours(corrupted(True), "table1", "mCE") == pytest.approx(mce)
     assert reproduce.ours(corrupted(True), "table4", "JPEG CE") == pytest.approx(60 / 0.6065)
-    some = corrupted(True, "1,3")                           # AlexNet's errors are of all five
+    some = corrupted(True, "1,3")                           # AlexNet's errors average all five
     assert reproduce.ours(some, "table1", "mCE") is None
     assert reproduce.ours(some, "table4", "JPEG CE") is None
     assert reproduce.ours(some, "table4", "JPEG top-1") == 40
@@ -102,7 +102,7 @@ FOLDERS = ["--imagenet_c", "c c", "--imagenet_a", "a a", "--imagenet_r", "r r", 
 
 @pytest.fixture
 def plan(tmp_path, capsys):
-    """Return the commands of a table at the paper's scale; all folders have blanks."""
+    """Return the commands of a table at the paper's scale; all folder names contain spaces."""
     def of(table, *more):
         (tmp_path / "my data").mkdir(exist_ok=True)
         reproduce.main([table, "--scale", "paper", "--data_dir", str(tmp_path / "my data"), "--dry",
@@ -112,8 +112,8 @@ def plan(tmp_path, capsys):
 
 
 def parsed(words, monkeypatch):
-    """Parse a command with the parser of its script. Returns its flags."""
-    if "--init_from" in words:                              # a file, which is read at once
+    """Parse a command with the parser of its script; return its flags."""
+    if "--init_from" in words:                              # a file that does not exist
         at = words.index("--init_from")
         words = words[:at] + words[at + 2:]
     script = next(word for word in words if word in PARSERS)
@@ -191,13 +191,13 @@ def test_folders_seeds_and_gpus_reach_the_commands(plan, capsys):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """The folder of all tables, whose name has a blank: tables share their networks."""
+    """Return one output folder for all tables, because tables share their networks."""
     return tmp_path_factory.mktemp("o ut")
 
 
 @pytest.fixture
 def here(monkeypatch):
-    """Run commands in this process, which has imported PyTorch; Table 11 has one model."""
+    """Run commands in this process, where PyTorch is loaded; Table 11 has one model."""
     def run(*words):
         words = [str(word) for word in words]
         monkeypatch.setattr(sys, "argv", words[words[0] == "-m":])

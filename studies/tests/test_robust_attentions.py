@@ -1,4 +1,4 @@
-"""studies/robust_attentions: each attention is its published definition, in a network or alone."""
+"""Test studies/robust_attentions.py: attentions equal their definition, alone and in networks."""
 
 import copy
 
@@ -24,13 +24,13 @@ def qkv(scale=1.0):
     return q * scale, k * scale, v
 
 
-# --- against slow versions: NumPy, one head, token by token where the definition is ---------------
+# --- comparison with slow versions in NumPy, for one head -----------------------------------------
 
 def largest_gap(found, slow, *tensors):
-    """Between a tensor and a function of one head's matrices, (N, D) each, over all heads."""
+    """Return the largest difference between `found` and slow(one head's (N, D) arrays)."""
     gaps = [np.abs(found[b, h].numpy() - slow(*(t[b, h].numpy() for t in tensors))).max()
             for b in range(B) for h in range(H)]
-    return max(gaps, key=lambda gap: (gap != gap, gap))                     # NaN if one has it
+    return max(gaps, key=lambda gap: (gap != gap, gap))                     # NaN if any is NaN
 
 
 def norm(x):
@@ -42,7 +42,7 @@ def exponentials(q, k):
 
 
 def attention(q, k):
-    """Rows of softmax(q k^T / sqrt(D))."""
+    """Return softmax(q k^T / sqrt(D)), row by row."""
     return np.array([row / row.sum() for row in exponentials(q, k)])
 
 
@@ -69,7 +69,7 @@ def psi_hampel(d, a):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("name, psi", [("huber", psi_huber), ("hampel", psi_hampel)])
-def test_kernel_density_weights_are_those_of_loops(name, psi, released, joint):
+def test_kernel_density_weights_equal_loops(name, psi, released, joint):
     _, k, v = qkv()
 
     def slow(key, value):
@@ -140,7 +140,7 @@ LAST = V.flip(-1) * 0.3
     *((study.keys(K, V, lambd=0.5, rows=rows), slow_keys(rows), (K, V)) for rows in (False, True)),
     (study.weights(K, V), slow_predicted, (K, V)),
     (study.sharp(K, V), lambda k, v: attention(4 * k, k) @ v, (K, V))])
-def test_an_attention_is_its_definition(found, slow, given):
+def test_an_attention_equals_its_definition(found, slow, given):
     assert largest_gap(found, slow, *given) < 1e-10
     assert found.abs().sum() > 0
 
@@ -151,7 +151,8 @@ def test_an_attention_is_its_definition(found, slow, given):
 def test_gradients_equal_finite_differences_and_stay_finite(name):
     function, settings = ROBUST[name]
     settings = settings | (dict(layer=torch.nn.Identity().eval()) if name == "mom" else {})
-    if name.startswith("rkde"):             # the median of d, a constant, moves with k: a is fixed
+    if name.startswith("rkde"):
+        # The corner a follows the median of d without a gradient: fix a for finite differences.
         psi = getattr(study, name[5:])
         gradient = lambda k, v: study.rkde(k, v, lambda d, a: psi(d, 0.3))
     else:
@@ -182,7 +183,7 @@ def test_chosen_layers_alone_attend_without_new_parameters(name, layers):
     assert list(model.state_dict()) == list(base.state_dict())
     model.load_state_dict(base.state_dict())
     assert not torch.allclose(model(images), base(images))
-    assert torch.equal(model(images), model(images))        # an evaluation is no lottery
+    assert torch.equal(model(images), model(images))        # evaluations are deterministic
     kinds = [block.attn.attn for block in model.blocks]
     assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers
                                                                                 for i in range(3)]
@@ -191,7 +192,7 @@ def test_chosen_layers_alone_attend_without_new_parameters(name, layers):
 @torch.no_grad()
 def test_elliptical_reads_values_of_the_previous_layer():
     model, images, last = nano("elliptical").eval(), torch.rand(2, 3, 32, 32), None
-    nano("elliptical")(images)                              # another network's last values
+    nano("elliptical")(images)                              # leaves another network's values
     x = model.embed(images)
     for block in model.blocks:
         q, k, v = block.attn.project(block.norm1(x))
@@ -201,7 +202,7 @@ def test_elliptical_reads_values_of_the_previous_layer():
 
 
 def test_checkpointed_elliptical_layers_have_the_same_gradients():
-    """It takes them in reverse order, so what the last layer left is not what this one read."""
+    """Layers are recomputed in reverse order, when later layers have replaced the values."""
     model, images = nano("elliptical"), torch.rand(2, 3, 32, 32)
 
     def gradients(run):
@@ -227,7 +228,7 @@ def command(*words):
 FLAGS = "--num_images 64 --batch_size 16 --patch_size 8 --epochs 1 --device cpu".split()
 
 
-def test_scripts_train_resume_and_evaluate_it(tmp_path, capsys):
+def test_scripts_train_resume_and_evaluate_robust_attention(tmp_path, capsys):
     train = "train_cls.py", "--attn", "keys lambd=0.25"
     for folder, steps in (("whole", 4), ("cut", 2)):
         command(*train, *FLAGS, "--out_dir", tmp_path / folder, "--max_steps", steps)
@@ -238,7 +239,7 @@ def test_scripts_train_resume_and_evaluate_it(tmp_path, capsys):
     assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind
     assert whole["model_config"]["init"] == "default"
 
-    # A process that does not know the setting says what is missing; one that is told it goes on.
+    # Without the setting, the script ends with an error that names it. With the setting, it runs.
     del ATTENTIONS[kind], LAYER_PATTERNS[kind]
     evaluate = ["eval_robust.py", "--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8,
                 "--device", "cpu"]

@@ -1,4 +1,4 @@
-"""studies/stats.py: intervals hold the truth as often as they say; rows become differences."""
+"""Test studies/stats.py: intervals have their stated coverage; rows become differences."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ from robust import corruptions
 
 
 def row(name, right, measure="clean", **setting):
-    """A row of the evaluator. right: (n,) bool, or a list of these for several severities."""
+    """Return a row of the evaluator. right: (n,) bool, or one such list per severity."""
     lists = right if isinstance(right[0], (list, np.ndarray)) else [right]
     packed = [base64.b64encode(np.packbits(np.array(of, bool))).decode() for of in lists]
     return dict(checkpoint=f"out/{name}", name=measure, settings=setting, seed=1,
@@ -56,16 +56,16 @@ def test_equal_images_give_the_paired_t_interval():
 def test_paired_t_equals_printed_tables():
     d = stats.paired_t([1, 2, 3, 4, 5])                     # mean 3, sd 1.5811, error .70711
     assert (d.n, d.mean, d.error, d.df) == (5, 3, pytest.approx(0.707107, abs=1e-6), 4)
-    assert d.high - d.mean == pytest.approx(2.776445 * 0.707107, abs=1e-5)     # t of 4 at 97.5 %
+    assert d.high - d.mean == pytest.approx(2.776445 * 0.707107, abs=1e-5)     # t(4) at 97.5 %
     assert d.p == pytest.approx(0.01324, abs=1e-5)                             # t = 4.2426
-    half = 2.131847 * 0.707107                                                 # t of 4 at 95 %
+    half = 2.131847 * 0.707107                                                 # t(4) at 95 %
     assert stats.interval(d, 0.9) == pytest.approx((3 - half, 3 + half), abs=1e-5)
     assert stats.paired_t([2.0]).n == 1 and np.isnan(stats.paired_t([2.0]).low)
     same = stats.paired_t([2.0, 2.0, 2.0])
     assert (same.low, same.high, same.p) == (2, 2, 0) and stats.paired_t([0.0, 0.0]).p == 1
 
 
-def test_holm_correction():
+def test_holm_correction_equals_a_worked_example():
     found = stats.holm(dict(a=0.01, b=0.04, c=0.03, d=0.5, none=np.nan))
     assert found == pytest.approx(dict(a=0.04, c=0.09, b=0.09, d=0.5, none=np.nan), nan_ok=True)
 
@@ -96,7 +96,7 @@ def test_corruption_families_are_means_over_types():
     means = {name: 15 * of["admm", 0].mean() / 100 for name, of in found.items()}
     half = {"15 corruptions": 7, "noise": 1, "blur": 4.5, "weather": 8.5, "digital": 12.5}
     assert means == pytest.approx({name: (x + 15) / 2 for name, x in half.items()})
-    assert "noise" not in stats.outcomes(rows(*lines[1:]), 15)                  # two of three
+    assert "noise" not in stats.outcomes(rows(*lines[1:]), 15)                  # two types of three
 
 
 def test_conflicting_rows_are_an_error():
@@ -124,7 +124,7 @@ def test_rows_are_read_from_files_and_folders(tmp_path):
 # --- the median budget ----------------------------------------------------------------------------
 
 def curve(accuracies, n=1000, rng=None):
-    """{eps: (n,) in per cent}: an image that falls stays fallen."""
+    """Return {eps: (n,) in percent}. A wrong image stays wrong at larger budgets."""
     order = rng.permutation(n) if rng else np.arange(n)
     return {eps: 100.0 * (order < round(n * a)) for eps, a in accuracies.items()}
 
@@ -132,12 +132,12 @@ def curve(accuracies, n=1000, rng=None):
 def test_median_budget_is_where_half_are_right():
     of = curve({0: 0.98, 1: 0.9, 2: 0.7, 4: 0.45, 6: 0.1, 8: 0, 12: 0})
     assert stats.median_budget(of).mean() == pytest.approx(2 + (0.7 - 0.5) / (0.7 - 0.45) * 2)
-    assert stats.median_budget(of)[0] > stats.median_budget(of)[-1]         # the first falls last
+    assert stats.median_budget(of)[0] > stats.median_budget(of)[-1]      # image 0 is right longest
     xs, ys = zip(*sorted(of.items()))
     assert stats.median_budget(of).mean() == pytest.approx(
         np.interp(-50, [-y.mean() for y in ys], xs))
-    assert (stats.median_budget({0: of[0], 1: of[1]}) == 1).all()           # never falls to half
-    assert (stats.median_budget({0: of[8], 1: of[8]}) == 0).all()           # never reaches it
+    assert (stats.median_budget({0: of[0], 1: of[1]}) == 1).all()           # always above half
+    assert (stats.median_budget({0: of[8], 1: of[8]}) == 0).all()           # always below half
 
 
 def test_median_budget_scatter_equals_the_bootstrap():
@@ -167,7 +167,7 @@ def test_median_budget_needs_three_budgets():
 # --- pairs ----------------------------------------------------------------------------------------
 
 def made_up(gaps):
-    """{measure: {(arm, seed): (images,)}} of an arm that is gaps points better, a seed each."""
+    """Return {measure: {(arm, seed): (images,)}}. gaps: {arm: points above "base", per seed}."""
     images = 50 * (np.random.default_rng(0).random(50) < 0.5)
     found = {m: {("base", s): images for s in range(5)} for m in "abc"}
     for m, of in found.items():
@@ -181,11 +181,11 @@ def test_only_corrected_primary_differences_are_bold():
     assert of.tests == 4 and set(of.p) == {(m, arm, "base") for m in "ab"
                                            for arm in ("sure", "unsure")}
     key = "a", "unsure", "base"
-    assert of.p[key] == pytest.approx(2 * of.gaps[key].p)                   # 0.023 alone
+    assert of.p[key] == pytest.approx(2 * of.gaps[key].p)                   # 0.023 uncorrected
     text = stats.primary_table(of)
     assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
     assert "**" not in stats.full_table(of) and "| c " in stats.full_table(of)
-    of.found["of others"] = {("other", 0): np.ones(4)}                      # no empty line
+    of.found["of others"] = {("other", 0): np.ones(4)}                      # adds no line
     assert "others" not in stats.full_table(of)
     apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
                           untested=("sure",))

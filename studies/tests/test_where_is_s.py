@@ -1,4 +1,4 @@
-"""studies/where_is_s.py and robust/patches.py: what is corrupted, and whether S is there."""
+"""Test robust/patches.py (corrupted patches) and studies/where_is_s.py (location of S)."""
 
 import json
 import math
@@ -17,7 +17,7 @@ RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
 
 
 def small(seed=0, **config):
-    """A fresh ViT on 8 x 8 images, 17 tokens, and images with labels."""
+    """Return a fresh ViT with 17 tokens, images of 8 x 8 pixels, and labels."""
     torch.manual_seed(seed)
     config = ViTConfig(image_size=8, patch_size=2, num_classes=10, embed_dim=16, depth=2,
                        num_heads=2, init="default", **config)
@@ -32,7 +32,7 @@ def test_only_six_patches_change(kind):
     x, hit = corrupt_patches(images, kind, 4)
     changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 4).flatten(1) > 0
     assert (hit.sum(1) == 6).all() and torch.equal(changed, hit)
-    # the same places
+    # the places depend neither on the kind nor on the resolution
     assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])
     assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
     assert 0 <= x.min() and x.max() <= 1
@@ -47,11 +47,11 @@ def test_patches_have_the_values_of_their_kind():
     assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
     assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
     assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
-    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # beyond 0.5 / 0.3 deviations
+    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # noise beyond 0.5 / 0.3 sigma
     assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
     with pytest.raises(ValueError, match="kind='fog', expected one of"):
         corrupt_patches(images, "fog", 4)
-    # no pixel is drawn like that
+    # no random pixel has the value 2
     x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)
     changed = (x != 2).all(1)
     assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
@@ -76,7 +76,7 @@ def test_adversarial_block_raises_the_loss():
 
 def test_token_score_is_the_sum_of_S():
     S = torch.zeros(1, 2, 4, 3)  # 2 heads, class token and 3 patches
-    S[0, 0, 0] = torch.tensor([9.0, 9, 9])  # the class token's: not a patch
+    S[0, 0, 0] = torch.tensor([9.0, 9, 9])  # the class token is not a patch
     S[0, 0, 1] = torch.tensor([1.0, -2, 0])
     S[0, 1, 1] = torch.tensor([0.0, 0, -4])
     S[0, 1, 3] = torch.tensor([0.5, 0, 0])
@@ -132,8 +132,7 @@ def save(path, seed, step, **config):
                     model=model.state_dict(), model_config=asdict(model.config)), path)
 
 
-def test_command_prints_means_over_seeds(tmp_path,
-                                                                                     capsys):
+def test_command_prints_means_over_seeds(tmp_path, capsys):
     for seed in (0, 1):
         for step in (5, 9):
             save(tmp_path / f"rpc_s{seed}" / f"epoch_{step}.pt", seed, step, **RPC)
