@@ -16,11 +16,11 @@ numbers.
 
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
 
-Attacks: a pixel is a number in [0, 1] and stays in this range. A budget eps is the largest change
-of a pixel. An attack leads away from the true class. The arithmetic is float32. An image that a
-model classifies wrongly is not attacked and counts as not robust. Top-1 and top-5 are measured on
-the same attacked image. Random numbers depend on (seed, image) alone, so the batch size, the number
-of processes and a second run do not change them.
+Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value. An
+attack leads away from the true class. The arithmetic is float32. An image that a model classifies
+wrongly is not attacked and counts as not robust; only noise and transfer change all images. Top-1
+and top-5 are measured on the same attacked image. Random numbers depend on (seed, image) alone, so
+the batch size, the number of processes and a second run do not change them.
 
 --preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): on normalised images,
 away from the model's own prediction, and without clipping. Normalised pixels are divided by their
@@ -85,7 +85,8 @@ SETTINGS = {"corruptions": dict(type=NAMES,               # ImageNet-C's 15 type
                                 jpeg85=False),            # True: then compress as ImageNet-C does
             "perplexity": dict(split=("valid", "test")),
             "noise": dict(draws=3)}                       # the accuracy is the mean over the draws
-# Keywords of attacks that are not settings: the user cannot set them.
+# Keywords of attacks that are not settings: robust.evaluate, `attack_of` or another attack sets
+# them.
 NOT_SETTINGS = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose",
                 "targets", "surrogates")
 DEFAULT_EPS = tuple(k / 255 for k in (1, 2, 4, 8))
@@ -98,7 +99,8 @@ PAPER = dict(noise=dict(scale=0.3),
 # With --preset paper, these attacks clip normalised images to [0, 1]. The others do not clip.
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")
 DEFAULT_CROP_PCT = 0.875
-# The default of --measures per task; a classifier is also measured on --imagenet_a, _r and _o.
+# The default of --measures per task: classification, segmentation and language modelling. A
+# classifier is also measured on the folders of --imagenet_a, _r and _o.
 DEFAULT_MEASURES = {
     CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
     SEG: ["clean", "corruptions"],
@@ -284,7 +286,7 @@ def read_setting(name, setting, text, default):
     try:
         if words:
             return words[text]
-        if isinstance(default, (str, tuple)):
+        if isinstance(default, (str, tuple)):             # a tuple contains names, as in split
             return text
         value = parse(text)
         if not math.isfinite(value):
@@ -312,12 +314,12 @@ def parse_measure(text, known, preset="default", eps=None):
     values = defaults | (PAPER.get(name, {}) if paper else {})
     if "eps" in values and (eps or values["eps"] is None):
         values["eps"] = tuple(eps or (PAPER_EPS if paper else DEFAULT_EPS))
-    read = {}
+    seen = {}                                             # {setting: its text}
     for setting, _, given in (pair.partition("=") for pair in pairs):
-        if setting in read:
+        if setting in seen:
             raise InputError(f"--measures {text!r}: {setting} occurs twice; separate several "
-                             f"values by commas: {setting}={read[setting]},{given}")
-        read[setting] = given
+                             f"values by commas: {setting}={seen[setting]},{given}")
+        seen[setting] = given
         if setting not in values:
             raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
                              f"of {', '.join(values) or 'none'}")
@@ -342,9 +344,9 @@ def describe_measures():
         shown = {setting: "all" if setting == "type" else "..." if default is None else default
                  for setting, default in settings_of(name).items()}
         lines.append(f"  {measure_text(f'{name:20}', shown)}".rstrip())
-    lines.append("eps=1/255,2/255 measures both budgets. If you leave them out, eps=... is the "
-                 "value of --eps,\nand alpha=... is rel_step * eps. jpeg85 compresses corrupted "
-                 "images as ImageNet-C does.\nrobust/attacks.py explains the settings of attacks.")
+    lines.append("eps=1/255,2/255 measures both budgets. Without eps=..., --eps sets the budgets. "
+                 "Without\nalpha=..., alpha is rel_step * eps. jpeg85 compresses corrupted images "
+                 "as ImageNet-C does.\nrobust/attacks.py explains the settings of attacks.")
     return "\n".join(lines)
 
 
@@ -371,15 +373,15 @@ def load_models(run):
     """Load the models of the flags; return (models, the model of --source or None).
 
     Each model is a `Loaded` of checkpoints.py, a NamedTuple. In this file it is called m:
-        m.model     the network, in eval mode, with frozen parameters
-        m.task      CLS, SEG or LM
-        m.about     the model's fields of every row: model (its name), kind, weights (checksum), ...
-        m.given     flag and path, for messages: "--ckpt out/first"
-        m.size      pixels per side of its images; None for a language model
-        m.origin    "ours", "foreign" (another project's file) or "function" (--model)
-        m.trained   {flag: value} of its training; {} unless m.origin is "ours"
-        m.classes   class names, or None
-        m.checkpoint    the other contents of our checkpoint, such as a vocabulary
+        m.model       the network, in eval mode, with frozen parameters
+        m.task        CLS, SEG or LM
+        m.about       the model's fields of a row: model (its name), kind, weights (checksum), ...
+        m.given       flag and path, for messages: "--ckpt out/first"
+        m.size        pixels per side of its images; None for a language model
+        m.origin      "ours", "foreign" (another project's file) or "function" (--model)
+        m.trained     {flag: value} of its training; {} unless m.origin is "ours"
+        m.classes     class names, or None
+        m.checkpoint  the other contents of our checkpoint, such as a vocabulary
     """
     args = run.args
     built_size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
@@ -460,10 +462,11 @@ def load_images(models, run):
         flags = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
         test_set = load_test(flags, trained=first.trained, size=run.size, classes=classes)
     else:
+        # A network without class names that has 1,000 logits is taken for an ImageNet network.
         classes = classes or (IMAGENET if counts[0] == len(IMAGENET) else None)
         imagenet1k, test_set = classes == IMAGENET, None
         if run.data_dir or not classes:
-            # subset=True: val/ may contain only some of the class folders.
+            # With subset=True, val/ may contain only some of the class folders.
             test_set = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
                                  crop_pct=args.crop_pct or DEFAULT_CROP_PCT)
             for m in models:
@@ -511,6 +514,7 @@ def load_masks(models, run):
     """
     from data.views import load_segmentation
     first = models[0]
+    # keep_best=False is for checkpoints that do not store this flag.
     flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
     test_set = load_segmentation(argparse.Namespace(**flags), "test", trained=first.trained)
     trained, names = list(first.classes or test_set.classes), list(test_set.classes)
@@ -534,7 +538,7 @@ class Text(NamedTuple):
     split: str
     clean: np.ndarray                    # (n,) uint32
     attacked: np.ndarray                 # (n,) uint32, after the word swap
-    kept: torch.Tensor                   # (n - 1,) bool: True if the swap kept token 1, 2, ...
+    kept: torch.Tensor                   # (n - 1,) bool, for tokens 1 to n - 1: not swapped
     unknown: float                       # per cent of the words that are not in the vocabulary
 
 
@@ -577,7 +581,7 @@ def load_texts(models, run):
 
 
 def window_and_stride(args, default_window, strides):
-    """Return --window and --stride; by default a window is `strides` strides long."""
+    """Return --window (default: default_window) and --stride (default: window / strides)."""
     window = args.window or default_window
     stride = args.stride or max(window // strides, 1)
     if stride > window:
@@ -646,7 +650,7 @@ def images_of(run, name, settings):
                              "attack is computed")
         settings["source"] = run.source_model.about["weights"]    # their checksum
 
-    # All other measures use the test set.
+    # All other measures use the test set. A Split is a tuple, so its len() is no number of images.
     n = len(run.test_set.labels) if isinstance(run.test_set, Split) else len(run.test_set)
     images = Images(run.test_set, pick(n, name, args, run.data),
                     None if run.data in ("shapes", "cifar10") else absolute_path(run.data_dir))
@@ -743,9 +747,9 @@ def batches(run, images, label="", at_least=0):
 
     label: text of the progress bar. at_least: batches are joined until they contain at least this
     number of images.
-    Yields (pixels (b, 3, S, S) uint8, labels (b,), numbers (b,), place (b,)). Image i of the batch
-    has the number numbers[i] in the data set; its result belongs to row place[i], because
-    numbers[i] is images.index[place[i]].
+    Yields (pixels (b, 3, S, S) uint8, labels (b,), numbers (b,), place (b,)). numbers: the numbers
+    of the images in the data set. place: the positions of these numbers in images.index, and so the
+    rows of the results, (n, ...).
     """
     dataset, index = images.dataset, images.index
     share = torch.arange(len(index))[run.rank::run.world]
@@ -755,8 +759,8 @@ def batches(run, images, label="", at_least=0):
         parts = (part.to(run.device) for part in parts)
         loaded = ((dataset.images[part], dataset.labels[part], part) for part in parts)
     else:
-        # A key is (position, number). The position is for random crops; here it is the number,
-        # because image_batches returns it.
+        # A key is (position, number). The position chooses a random crop, and image_batches returns
+        # it. There are no random crops here, so pass the number as position.
         keys = [[(i, i) for i in part.tolist()] for part in parts]
         loaded = image_batches(dataset, keys, run.args.num_workers, run.device)
     bar = tqdm(total=len(share), desc=label[:60], unit="image", leave=False,
@@ -788,7 +792,7 @@ def pixels_of(images):
 
 @torch.no_grad()
 def logits_of(run, m, x):
-    """Return the logits (b, classes), float32, of images x in [0, 1], a batch at a time."""
+    """Return the logits (b, classes), float32, of images x in [0, 1], run.batch_size at a time."""
     return robust.forward(m.model, x, run.batch_size).float()
 
 
@@ -895,17 +899,17 @@ class Normalized(torch.nn.Module):
 def attack_of(run, name, settings):
     """Return an attack with its settings, as a function of (model, images, labels).
 
-    The signature of the function keeps the other keywords of the attack, such as seed and index,
-    because robust.evaluate passes those that the signature names.
+    The function still has the attack's signature: robust.evaluate reads from the signature whether
+    the attack also takes seed, index, draw, batch_size or trace.
     """
-    attack, paper = ATTACKS[name], "conditions" in settings
-    takes = inspect.signature(attack).parameters
-    keywords = {k: v for k, v in settings.items() if k in takes}
-    if "clip" in takes:
+    attack, paper = ATTACKS[name], "conditions" in settings    # set by --preset paper
+    parameters = inspect.signature(attack).parameters
+    keywords = {k: v for k, v in settings.items() if k in parameters}
+    if "clip" in parameters:
         keywords["clip"] = not paper or name in PAPER_CLIPS
-    if "progress" in takes:
+    if "progress" in parameters:
         keywords["progress"] = run.rank == 0
-    if settings.get("restarts", 1) > 1:                   # attack the surviving images again
+    if settings.get("restarts", 1) > 1:                   # attack images that are not fooled again
         attack = attacks.restarted(attack, settings["restarts"])
     attack = partial(attack, **keywords)
     if name != "transfer":
@@ -929,8 +933,9 @@ def attack_images(run, m, images, name, settings):
     """Attack all images of a measure; return tensors on the CPU.
 
     Returns:
-        hits (draws, n, 3): `correct` of the attacked images.
-        moved (n, 4): `distances` between attacked and original images, the largest of all draws.
+        hits (draws, n, 3): the result of `correct` for the attacked images.
+        moved (n, 4): the `distances` of the attacked from the original images, the largest of all
+            draws.
         stages (5, n): 1 if the image is right after this stage of AutoAttack, else 0.
     """
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
@@ -941,19 +946,20 @@ def attack_images(run, m, images, name, settings):
     stages = torch.zeros(len(STAGES), n)
     for pixels, labels, numbers, place in batches(run, images, label,
                                                   at_least=MANY_IMAGES if own_batches else 0):
+        # Choose the model to attack, its inputs, and the labels that the attack leads away from.
         x = pixels_of(pixels)
-        # Choose what to attack: the model, its input, and the labels to lead away from.
         model, inputs, labels_to_leave = m.model, x, labels
         if paper:                                         # normalised images, predicted labels
-            like = (run.source_model if name == "transfer" else m).model
+            like = (run.source_model if name == "transfer" else m).model    # has .mean and .std
             model, inputs = Normalized(m.model, like), (x - like.mean) / like.std
             inputs = inputs.clamp(0, 1) if name in PAPER_CLIPS else inputs
             with torch.no_grad():
                 labels_to_leave = robust.forward(Normalized(like, like), inputs,
                                                  run.batch_size).argmax(1)
 
-        # robust.evaluate attacks the images that the model classifies as labels_to_leave; for
-        # attack_wrong, all images. It adds one dict per draw to trace: adv, logits and stages.
+        # robust.evaluate attacks the images that the model classifies as labels_to_leave, or all
+        # images with attack_wrong=True. It appends one dict per draw to trace, with the attacked
+        # images adv, their logits, and AutoAttack's stages.
         trace = []
         right = robust.evaluate(model, inputs, labels_to_leave, {name: attack},
                                 batch_size=run.batch_size, seed=run.args.seed, index=numbers,
@@ -964,16 +970,16 @@ def attack_images(run, m, images, name, settings):
             hits[result["draw"], place] = correct(result["logits"].float(), labels)
             moved[place] = torch.maximum(moved[place], distances(adv, x))
 
-        # AutoAttack also reports, for the images that it attacked, which of them it has not fooled
-        # after each stage. The model still classifies these images as labels_to_leave. For a fooled
-        # image, the final result counts. Other attacks report no stages.
-        tried = right["clean"]                            # (b,) bool: AutoAttack attacked the image
-        final = hits[0, place, 0].cpu() > 0
+        # stage["robust"] contains the images that AutoAttack attacked: True if no stage until now
+        # has fooled the model. The model still classifies such an image as labels_to_leave. For
+        # all other images, the final result counts. Other attacks have no stages.
+        was_attacked = right["clean"]                     # (b,) bool
+        right_unfooled = (labels_to_leave == labels).cpu()
+        right_finally = hits[0, place, 0].cpu() > 0
         for i, stage in enumerate(trace[0]["stages"]):
-            not_fooled = torch.zeros_like(tried)
-            not_fooled[tried] = stage["robust"].cpu()
-            correct_before = (labels_to_leave == labels).cpu()
-            stages[i, place.cpu()] = torch.where(not_fooled, correct_before, final).float()
+            unfooled = torch.zeros_like(was_attacked)
+            unfooled[was_attacked] = stage["robust"].cpu()
+            stages[i, place.cpu()] = torch.where(unfooled, right_unfooled, right_finally).float()
     return all_sum(hits).double(), all_sum(moved).double(), all_sum(stages)
 
 
@@ -995,8 +1001,8 @@ def attacked(run, m, images, name, settings):
         row["stages"] = dict(zip(STAGES, percent(stages.sum(1), len(moved))))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
-        if adaptive.pap_steps(m.model, grey) == 0:        # without RPC-Attention it is the plain
-            row["plain"] = True                           # attack
+        if adaptive.pap_steps(m.model, grey) == 0:        # the model has no RPC-Attention
+            row["plain"] = True                           # so the attack was not adaptive
     return row
 
 
@@ -1007,7 +1013,8 @@ def summary_of_distances(moved):
     images count.
     """
     changed = moved[moved[:, 0] > 0]
-    linf, l2, l1 = (changed[:, :3] if len(changed) else moved[:1, :3]).unbind(1)
+    changed = changed if len(changed) else moved[:1]      # no image changed: all distances are 0
+    linf, l2, l1 = changed[:, :3].unbind(1)
     return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
                 median_l2=l2.median().item(), mean_l2=l2.mean().item(),
                 outside=moved[:, 3].max().item())
@@ -1018,11 +1025,12 @@ def per_class(run, m, images, name, settings):
 
     confusion: [[true class, predicted class, number of images], ...] without zeros.
     """
-    K = len(run.classes)                                  # labels * K + predicted numbers the cells
+    K = len(run.classes)
     matrix = torch.zeros(K, K, dtype=torch.int64)
     for pixels, labels, *_ in batches(run, images, f"{name}, {m.about['model']}"):
         predicted = logits_of(run, m, pixels_of(pixels)).argmax(1)
-        matrix += (labels * K + predicted).bincount(minlength=K * K).cpu().view(K, K)
+        cell = labels * K + predicted                     # index into the flattened matrix
+        matrix += cell.bincount(minlength=K * K).cpu().view(K, K)
     matrix = all_sum(matrix)
     there = matrix.sum(1) > 0                             # classes with images
     accuracy = 100 * matrix.diag()[there] / matrix.sum(1)[there]
@@ -1096,6 +1104,7 @@ def perplexities(run, m, images, name, settings):
     clean_unswapped: the same words in the clean text. The difference between attacked_unswapped and
         clean_unswapped is the effect of the attack on the words that it did not replace.
     unknown: per cent of the words that are not in the vocabulary.
+    swapped: the number of replaced words. word: the word that replaces them.
     """
     from data.text import perplexity, sliding_nll
     text = images.dataset
@@ -1198,8 +1207,8 @@ def main():
     all_models = [*models, source_model] if source_model else models
     check_models_fit(args, all_models)
     run = choose_data(run, models[0])._replace(source_model=source_model)
-    run = LOAD[run.task](all_models, run)
-    todo = plan(run)
+    run = LOAD[run.task](all_models, run)                 # adds the test set and its classes
+    todo = plan(run)                                      # [(name, settings, images)]
     if args.checks:
         return check_models(run, models, todo)
 
@@ -1220,8 +1229,8 @@ def main():
             if row_key(row) in rows:                      # same weights, data, settings, ...
                 continue
             began = time.perf_counter()
-            measure = MEASURES[run.task][name]
-            with common.error_prefix(m.given):
+            measure = MEASURES[run.task][name]            # for "pgd": attacked
+            with common.error_prefix(m.given):            # errors name the model
                 row |= measure(run, m, images, name, settings)
             row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                        **common.code_version(), hardware=hardware, processes=run.world)
@@ -1238,7 +1247,7 @@ def main():
 
 def print_summary(run, rows, path):
     """Write the whole table to `path`, and print the summary and the tables of --per_class."""
-    own = [row for row in rows.values() if row["data"] == run.data]
+    own = [row for row in rows.values() if row["data"] == run.data]    # not of other data sets
     path.write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
     numbers = SUMMARY
     if run.task == CLS and len(run.classes) >= 100:
