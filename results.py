@@ -7,7 +7,7 @@ A row is a dict of plain values:
     model     model (its name), kind (of attention), checkpoint (file), weights (their checksum),
               model_config
     measure   name, settings ({setting: value}), seed, precision
-    data      task, data, data_dir, crop_pct, images (their number; for a text, of tokens)
+    data      task, data, data_dir, crop_pct, images (the number of images, or tokens of a text)
     numbers   top1, mean_iou, ... in per cent; sliding, ... (perplexities); right, one bit per image
     run       seconds, date, commit, hardware, processes, ...
 

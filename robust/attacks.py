@@ -87,7 +87,7 @@ def image_numbers(images, index):
 
 
 def per_image(images, eps):
-    """Expand eps, a number or a tensor, so that eps[rows] is the budget of images[rows]."""
+    """Expand eps, a number or a tensor, so that eps[rows] broadcasts to images[rows]."""
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
     return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
 
