@@ -23,8 +23,9 @@ and top-5 are measured on the same attacked image. Random numbers depend on (see
 the batch size, the number of processes and a second run do not change them.
 
 --preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): on normalised images,
-away from the model's own prediction, and without clipping. Normalised pixels are divided by their
-standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0.226/255.
+away from the model's own prediction, and without clipping. So it attacks all images. Normalised
+pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
+0.226/255.
 """
 
 import argparse
@@ -451,7 +452,7 @@ def load_images(models, run):
     classes, batch_size, imagenet1k = first.classes, args.batch_size, False
     if not batch_size:
         pixels = 2 ** 19                                  # per batch
-        if run.device.type == "cuda":                     # 4 kB per pixel: a ViT-B needs 3 kB
+        if run.device.type == "cuda":                     # a ViT-B's attack needs 3 kB per pixel
             free_bytes, _ = torch.cuda.mem_get_info(run.device)
             pixels = min(free_bytes // 4096, 512 * 224 ** 2)
         batch_size = max(1, pixels // run.size ** 2)
@@ -538,7 +539,7 @@ class Text(NamedTuple):
     split: str
     clean: np.ndarray                    # (n,) uint32
     attacked: np.ndarray                 # (n,) uint32, after the word swap
-    kept: torch.Tensor                   # (n - 1,) bool, for tokens 1 to n - 1: not swapped
+    kept: torch.Tensor                   # (n - 1,) bool, True for a token that is not swapped
     unknown: float                       # per cent of the words that are not in the vocabulary
 
 
@@ -650,7 +651,7 @@ def images_of(run, name, settings):
                              "attack is computed")
         settings["source"] = run.source_model.about["weights"]    # their checksum
 
-    # All other measures use the test set. A Split is a tuple, so its len() is no number of images.
+    # All other measures use the test set. len() of a Split, a tuple, is not the number of images.
     n = len(run.test_set.labels) if isinstance(run.test_set, Split) else len(run.test_set)
     images = Images(run.test_set, pick(n, name, args, run.data),
                     None if run.data in ("shapes", "cifar10") else absolute_path(run.data_dir))
@@ -902,14 +903,14 @@ def attack_of(run, name, settings):
     The function still has the attack's signature: robust.evaluate reads from the signature whether
     the attack also takes seed, index, draw, batch_size or trace.
     """
-    attack, paper = ATTACKS[name], "conditions" in settings    # set by --preset paper
+    attack, paper = ATTACKS[name], "conditions" in settings    # parse_measure sets conditions
     parameters = inspect.signature(attack).parameters
     keywords = {k: v for k, v in settings.items() if k in parameters}
     if "clip" in parameters:
         keywords["clip"] = not paper or name in PAPER_CLIPS
     if "progress" in parameters:
         keywords["progress"] = run.rank == 0
-    if settings.get("restarts", 1) > 1:                   # attack images that are not fooled again
+    if settings.get("restarts", 1) > 1:                   # repeat for images that do not fool it
         attack = attacks.restarted(attack, settings["restarts"])
     attack = partial(attack, **keywords)
     if name != "transfer":
@@ -924,7 +925,7 @@ def attack_of(run, name, settings):
 
 
 # An attack with the keyword batch_size gets at least this number of images at once. It makes its
-# own batches of the images that are not fooled yet, so its batches stay full.
+# own batches of the images that do not fool the model yet, so its batches stay full.
 MANY_IMAGES = 4096
 STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")    # AutoAttack's order
 
@@ -934,8 +935,7 @@ def attack_images(run, m, images, name, settings):
 
     Returns:
         hits (draws, n, 3): the result of `correct` for the attacked images.
-        moved (n, 4): the `distances` of the attacked from the original images, the largest of all
-            draws.
+        moved (n, 4): `distances` between attacked and original image, the largest of all draws.
         stages (5, n): 1 if the image is right after this stage of AutoAttack, else 0.
     """
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
