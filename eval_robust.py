@@ -153,8 +153,8 @@ def get_args():
          "and the confusion matrix, and write both as CSV files")
     flag("--checks", action=boolean, default=False, help="do not write rows; check whether the "
          "robust accuracy of each classifier is reliable")
-    flag("--source", help="load a second model for the measure transfer: PGD attacks this "
-         "checkpoint, and the other models are tested on the attacked images")
+    flag("--source", help="let the measure transfer attack this checkpoint by PGD, and test the "
+         "models of --ckpt and --model on the attacked images")
     flag("--seed", type=common.SEED, default=0, help="use this seed for all random numbers, also "
          "for the choice of images for --limit and of swapped words (default: 0)")
     flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of "
@@ -461,6 +461,8 @@ def load_images(models, run):
         if args.crop_pct:
             raise InputError(f"--crop_pct applies to --data imagenet, not to {run.data}")
         flags = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
+        # The flags of the training show whether --data_dir is the training's folder. In any other
+        # folder, load_test uses val/, or all images if there is no val/.
         test_set = load_test(flags, trained=first.trained, size=run.size, classes=classes)
     else:
         # A network without class names that has 1,000 logits is taken for an ImageNet network.
@@ -515,7 +517,8 @@ def load_masks(models, run):
     """
     from data.views import load_segmentation
     first = models[0]
-    # keep_best=False is for checkpoints that do not store this flag.
+    # keep_best=False is for checkpoints that do not store this flag. load_segmentation uses all
+    # images of a folder that is not the training's.
     flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
     test_set = load_segmentation(argparse.Namespace(**flags), "test", trained=first.trained)
     trained, names = list(first.classes or test_set.classes), list(test_set.classes)
@@ -910,7 +913,8 @@ def attack_of(run, name, settings):
         keywords["clip"] = not paper or name in PAPER_CLIPS
     if "progress" in parameters:
         keywords["progress"] = run.rank == 0
-    if settings.get("restarts", 1) > 1:                   # repeat for images that do not fool it
+    if settings.get("restarts", 1) > 1:
+        # If an image does not fool the model, attack it again from another random start.
         attack = attacks.restarted(attack, settings["restarts"])
     attack = partial(attack, **keywords)
     if name != "transfer":
