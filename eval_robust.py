@@ -16,13 +16,16 @@ numbers.
 
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
 
-Attacks: pixels stay in [0, 1], and a budget is the largest change of a pixel. An attack leads away
-from the true class. The arithmetic is float32. The paper's code (`rachtsy/KPCA_code:Attack`)
-attacks normalised images, where eps 1/255 is about 0.226/255 in pixels. It leads away from the
-model's own prediction, and it does not clip. --preset paper repeats these conditions. An image that
-a model classifies wrongly is not attacked and counts as not robust. Top-1 and top-5 are measured on
-the same attacked image. Random numbers depend on (seed, image) alone, so the batch size, the number
-of processes and a second run do not change them.
+Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value. An
+attack leads away from the true class. The arithmetic is float32. An image that a model classifies
+wrongly is not attacked and counts as not robust; only noise and transfer change all images. Top-1
+and top-5 are measured on the same attacked image. Random numbers depend on (seed, image) alone, so
+the batch size, the number of processes and a second run do not change them.
+
+--preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): on normalised images,
+away from the model's own prediction, and without clipping. So it attacks all images. Normalised
+pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
+0.226/255.
 """
 
 import argparse
@@ -55,18 +58,18 @@ from robust import adaptive, attacks, autoattack, metrics
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt, jpeg_compression
 from robust.frost import load_frost
 from robust.words import WORD, word_swap
-from results import (SUMMARY, UNITS, UNITS_LM, class_tables, key, measure_text, open_rows, pack,
-                     print_tables, read_number, rows_table)
+from results import (SUMMARY, UNITS, UNITS_LM, class_tables, measure_text, open_rows, pack,
+                     print_tables, read_number, row_key, rows_table)
 
 # To add an attack, write a function of (model, images, labels, ...) and add an entry here.
 # --measures NAME runs the attack. The keywords of the function are its settings, for example
-# "pgd eps=2/255 steps=40". The docstring of robust/attacks.py has all the arguments.
+# "pgd eps=2/255 steps=40". The docstring of robust/attacks.py explains the arguments.
 ATTACKS = {
     "noise": attacks.noise,
     "fgsm": attacks.fgsm,
     "pgd": attacks.pgd,
     "adaptive_pgd": adaptive.adaptive_pgd,
-    "transfer": attacks.pgd,                              # computed on another model, --source
+    "transfer": attacks.pgd,                              # PGD on another model, --source
     "sld": attacks.sld,
     "spsa": attacks.spsa,
     "cw": attacks.cw,
@@ -76,31 +79,40 @@ ATTACKS = {
     "autoattack": autoattack.autoattack,
     "adaptive_autoattack": adaptive.adaptive_autoattack,
 }
+# Measures that read their own folder of images, given by the flag of the same name.
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")
-# More settings of measures and their defaults. Each value of a tuple gives one row. type: the
-# corruption. jpeg85: compress corrupted images as ImageNet-C does. split: part of the text.
-SETTINGS = {"corruptions": dict(type=NAMES, jpeg85=False),
+# Settings that are not keywords of an attack, and their defaults. A tuple gives one row per value.
+SETTINGS = {"corruptions": dict(type=NAMES,               # ImageNet-C's 15 types of corruption
+                                jpeg85=False),            # True: then compress as ImageNet-C does
             "perplexity": dict(split=("valid", "test")),
             "noise": dict(draws=3)}                       # the accuracy is the mean over the draws
-# Arguments of attacks that the evaluator sets itself, so they are not settings.
-PASSED = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose", "targets",
-          "surrogates")
+# Keywords of attacks that are not settings: robust.evaluate, `attack_of` or another attack sets
+# them.
+NOT_SETTINGS = ("clip", "seed", "index", "draw", "batch_size", "trace", "progress", "purpose",
+                "targets", "surrogates")
 DEFAULT_EPS = tuple(k / 255 for k in (1, 2, 4, 8))
 # --preset paper: budgets and settings of the paper's code, `rachtsy/KPCA_code:Attack`.
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
-PAPER = dict(noise=dict(scale=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
-             spsa=dict(eps=0.1, centre="legacy"))
-PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
-CROP = 0.875                             # the default of --crop_pct
-# The default of --measures per task; a classifier is also measured on --imagenet_a, _r and _o.
-USUAL = {CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
-         SEG: ["clean", "corruptions"], LM: ["perplexity"]}
-# The default of --limit. SCENES: on rendered scenes, so that an evaluation takes minutes. SLOW: on
-# other data, for attacks that would take hours; all other measures use all images.
-SCENES = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
-              transfer=160, sld=160, spsa=20, cw=40)
-SLOW = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
-# Flags that apply only to these tasks (TASK_FLAGS) or to these kinds of model (ORIGIN_FLAGS).
+PAPER = dict(noise=dict(scale=0.3),
+             sld=dict(rescale=True),                      # scale into the L1 ball, do not project
+             cw=dict(confidence=10.0),
+             spsa=dict(eps=0.1, centre="legacy"))         # gradient at 2x, as in cleverhans 4.0.0
+# With --preset paper, these attacks clip normalised images to [0, 1]. The others do not clip.
+PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")
+DEFAULT_CROP_PCT = 0.875
+# The default of --measures per task: classification, segmentation and language modelling. A
+# classifier is also measured on the folders of --imagenet_a, _r and _o.
+DEFAULT_MEASURES = {
+    CLS: ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"],
+    SEG: ["clean", "corruptions"],
+    LM: ["perplexity"]}
+# The default of --limit, the number of images per measure. A measure without an entry uses all
+# images. On rendered scenes, these limits keep an evaluation in minutes:
+SCENE_LIMITS = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
+                    transfer=160, sld=160, spsa=20, cw=40)
+# On all other data, only the slowest attacks have a limit:
+SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
+# Flags that apply only to these tasks (TASK_FLAGS) or to models of these origins (ORIGIN_FLAGS).
 TASK_FLAGS = dict(window=(SEG, LM), stride=(SEG, LM), scales=(SEG,), flip=(SEG,), eps=(CLS,),
                   checks=(CLS,), per_class=(CLS,), corrupted_dir=(CLS,), source=(CLS,),
                   crop_pct=(CLS,), preset=(CLS,), frost_dir=(CLS, SEG), severities=(CLS, SEG),
@@ -123,26 +135,28 @@ def get_args():
          "files, https addresses, or run folders (best.pt, else last.pt); ViT files of DeiT, timm "
          "and the paper's code work, too")
     flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="evaluate the classifiers "
-         "that these functions return: modules from pixels in [0, 1] to logits")
+         "that these functions return; a classifier is a module that takes pixels in [0, 1] and "
+         "returns logits")
     flag("--measures", nargs="+", metavar="NAME", help='run these measures of the list below, with '
          'settings, for example "pgd eps=1/255,2/255 steps=40" (default for classifiers: clean, '
-         "corruptions, noise, fgsm, pgd, adaptive_pgd, apgd, and the given folders --imagenet_a, "
-         "_r and _o; for Segmenters: clean, corruptions; for language models: perplexity)")
-    flag("--preset", choices=("default", "paper"), default="default", help="attack under "
-         "these conditions; paper repeats the conditions and settings of the paper's code")
+         "corruptions, noise, fgsm, pgd, adaptive_pgd, apgd, and imagenet_a, _r and _o if their "
+         "folder is given; for Segmenters: clean, corruptions; for language models: perplexity)")
+    flag("--preset", choices=("default", "paper"), default="default", help="choose the conditions "
+         "of attacks; paper repeats the conditions and settings of the paper's code")
     flag("--eps", nargs="+", type=budget, help="attack with these L-infinity budgets, for "
          "example 8/255 or 0.031, unless the measure sets its own eps (default: the measure's; for "
          "most attacks 1/255 2/255 4/255 8/255)")
-    flag("--limit", type=count, help="measure this number of images, the same images for "
-         "every model, or this number of tokens of a text (default: all; fewer on shapes and for "
-         "slow attacks)")
+    flag("--limit", type=count, help="use this many images per measure, the same images for every "
+         "model, or this many tokens of a text (default: all; fewer on shapes and for slow "
+         "attacks)")
     flag("--per_class", action=boolean, default=False, help="also print the accuracy of each class "
          "and the confusion matrix, and write both as CSV files")
     flag("--checks", action=boolean, default=False, help="do not write rows; check whether the "
          "robust accuracy of each classifier is reliable")
-    flag("--source", help="compute the attack of the measure transfer on this checkpoint")
-    flag("--seed", type=common.SEED, default=0, help="set all random numbers, also the choice of "
-         "images for --limit and of swapped words (default: 0)")
+    flag("--source", help="let the measure transfer attack this checkpoint by PGD, and test the "
+         "models of --ckpt and --model on the attacked images")
+    flag("--seed", type=common.SEED, default=0, help="use this seed for all random numbers, also "
+         "for the choice of images for --limit and of swapped words (default: 0)")
     flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of "
          "these results.jsonl files, or of the folders that contain them")
 
@@ -168,19 +182,19 @@ def get_args():
     flag("--corrupted_dir", help="read corrupted images instead of making them: ImageNet-C "
          "(<type>/<severity>/<class>/*.JPEG) or CIFAR-10-C (<type>.npy)")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", help=f"add the measure {name} to the default: images in "
-             "this folder, <class>/*, some of ImageNet's classes")
+        flag(f"--{name}", metavar="DIR", help=f"also measure {name}, on the images in this folder; "
+             "it contains <class>/* for some of ImageNet's classes")
     flag("--frost_dir", help="make frost from the photographs frost1.png to frost5.jpg of "
          "ImageNet-C in this folder (default: from synthetic frost)")
     flag("--severities", nargs="+", type=common.number(int, 1, 5), help="corrupt images "
          "at these severities (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("Segmenters and language models").add_argument
-    flag("--window", type=count, help="cut images into windows of this side in pixels "
+    flag("--window", type=count, help="cut images into windows of this many pixels per side "
          "(default: the training crop), or texts into windows of this many tokens (default: the "
          "context)")
     flag("--stride", type=count, help="move the window by this many pixels (default: --window) "
-         "or tokens (default: a quarter of --window; the paper uses 1, which is the slowest)")
+         "or tokens (default: a quarter of --window; the paper uses 1, which takes longest)")
     flag("--scales", nargs="+", type=common.number(float, 0.01), help="resize images by these "
          "factors and average the probabilities over all sizes (default: 1)")
     flag("--flip", action=boolean, default=False, help="also average the probabilities "
@@ -192,36 +206,40 @@ def get_args():
          "folder, else in out/NAME)")
     flag("--batch_size", type=count, help="use this many images or windows of text per batch "
          "(default: depends on the image size and the memory; 64 windows of text)")
-    flag("--tf32", action=boolean, default=False, help="use TF32 on a GPU: matrix products are "
-         "faster, but their factors are rounded to 10 bits; this also applies to attacks")
+    flag("--tf32", action=boolean, default=False, help="use TF32 on a GPU, also in attacks: matrix "
+         "products are faster, but their factors are rounded to 10 bits")
     flag("--num_workers", type=common.NATURAL, default=min(os.cpu_count() or 1, 10),
          help="decode images in this many processes (default: %(default)s)")
     flag("--device", type=common.device, help="compute on cuda, mps or cpu (default: the best "
          "available)")
     args = p.parse_args()
-    common.check_no_empty_value(args)
+    common.check_no_empty_value(args)                     # for example --data_dir ""
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
 
 
 class Run(NamedTuple):
-    """Values that all measures of one command share. `args` are the flags; they never change."""
+    """Values that all measures of one command share. `args` are the flags; they never change.
+
+    test_set is a Split (tensors .images and .labels in memory), an ImageTree (files with .labels,
+    which workers load), a data set of images and masks for Segmenters, or {split: Text}.
+    """
     args: argparse.Namespace
     device: torch.device
-    rank: int
-    world: int
-    task: str = CLS
-    data: str = ""
+    rank: int                            # this process's number, 0 to world - 1
+    world: int                           # the number of processes
+    task: str = CLS                      # CLS, SEG or LM
+    data: str = ""                       # the name of the data set
     data_dir: str | None = None
     size: int | None = None              # pixels per side of a classifier's images
     batch_size: int = 64
-    source: object = None                # the test split: a Split, an ImageTree, {split: Text}, ...
-    classes: list = []                   # names
+    test_set: object = None              # see above; None: --data_dir is missing for ImageNet
+    classes: list = []                   # names; labels are indices into this list
     imagenet1k: bool = False             # True: `classes` are ImageNet's 1,000 classes
-    other: object = None                 # the model of --source
-    window: int = 0                      # --window and --stride, for Segmenters (pixels) and
-    stride: int = 0                      # language models (tokens)
+    source_model: object = None          # the Loaded of --source, for the measure transfer
+    window: int = 0                      # --window and --stride: pixels for Segmenters,
+    stride: int = 0                      # tokens for language models
     word: str = ""                       # the word that the word swap inserts
 
 
@@ -238,35 +256,40 @@ def budget(text):
 
 
 def settings_of(name):
-    """Return {setting: default} of a measure.
+    """Return {setting: default} of a measure; a keyword without a default has the default None.
 
-    The settings of an attack are its keywords after (model, images, labels), without PASSED. An
-    attack with random_start also has restarts.
+    The settings of an attack are its keywords after (model, images, labels), without NOT_SETTINGS.
+    An attack with a random start also has restarts, the number of runs from different starts.
     """
-    attack = ATTACKS.get(name)
-    keywords = inspect.signature(attack).parameters.values() if attack else ()
-    own = {p.name: None if p.default is p.empty else p.default
-           for p in list(keywords)[3:] if p.name not in PASSED}
+    own = {}
+    if name in ATTACKS:
+        keywords = list(inspect.signature(ATTACKS[name]).parameters.values())[3:]
+        own = {p.name: None if p.default is p.empty else p.default
+               for p in keywords if p.name not in NOT_SETTINGS}
     return own | SETTINGS.get(name, {}) | (dict(restarts=1) if "random_start" in own else {})
 
 
 def read_setting(name, setting, text, default):
-    """Read the value of a setting from text.
+    """Read one value of a setting of the measure `name` from text.
 
-    The default decides how: a number, yes or no, or a text. The keyword of an attack may also list
-    its words by the annotation Literal.
+    The default has the type of the value: a number, True or False (yes or no), or a text. An attack
+    can limit a text to certain words: loss: Literal["ce", "dlr"] = "ce".
     """
-    parameter = inspect.signature(ATTACKS.get(name, clean)).parameters.get(setting)
-    annotation = parameter.annotation if parameter else None
-    words = {word: word for word in words_of_literal(annotation)}
-    words = dict(yes=True, no=False) if isinstance(default, bool) else words
+    words = {}                                            # {allowed word: value}; empty: any text
+    if isinstance(default, bool):
+        words = dict(yes=True, no=False)
+    elif name in ATTACKS:
+        keyword = inspect.signature(ATTACKS[name]).parameters.get(setting)
+        if keyword:
+            words = {word: word for word in words_of_literal(keyword.annotation)}
     whole = type(default) is int                          # a count, such as steps
+    parse = budget if setting == "eps" else common.COUNT if whole else read_number
     try:
         if words:
             return words[text]
-        if isinstance(default, (str, tuple)):
+        if isinstance(default, (str, tuple)):             # a tuple contains names, as in split
             return text
-        value = (budget if setting == "eps" else common.COUNT if whole else read_number)(text)
+        value = parse(text)
         if not math.isfinite(value):
             raise ValueError
         return value
@@ -281,7 +304,8 @@ def read_setting(name, setting, text, default):
 def parse_measure(text, known, preset="default", eps=None):
     """Read one measure of the command line, for example "pgd eps=1/255,2/255".
 
-    known: names of measures. eps: budgets of --eps, used if the text does not set eps.
+    known: the names of measures that are allowed. preset: --preset. eps: the budgets of --eps, used
+    if the text does not set eps.
     Returns a list of (name, settings), one entry per combination of the values.
     """
     name, *pairs = text.split() or [""]
@@ -291,38 +315,39 @@ def parse_measure(text, known, preset="default", eps=None):
     values = defaults | (PAPER.get(name, {}) if paper else {})
     if "eps" in values and (eps or values["eps"] is None):
         values["eps"] = tuple(eps or (PAPER_EPS if paper else DEFAULT_EPS))
-    read = {}
+    seen = {}                                             # {setting: its text}
     for setting, _, given in (pair.partition("=") for pair in pairs):
-        if setting in read:
+        if setting in seen:
             raise InputError(f"--measures {text!r}: {setting} occurs twice; separate several "
-                             f"values by commas: {setting}={read[setting]},{given}")
-        read[setting] = given
+                             f"values by commas: {setting}={seen[setting]},{given}")
+        seen[setting] = given
         if setting not in values:
             raise InputError(f"--measures {text!r}: {name} has no setting {setting}; expected one "
                              f"of {', '.join(values) or 'none'}")
         values[setting] = tuple(read_setting(name, setting, one, defaults[setting])
                                 for one in given.split(","))
-    each = [v if isinstance(v, tuple) else (v,) for v in values.values()]
-    found = [dict(zip(values, combination)) for combination in itertools.product(*each)]
-    for settings in found:
+    tuples = [v if isinstance(v, tuple) else (v,) for v in values.values()]
+    all_settings = [dict(zip(values, combination)) for combination in itertools.product(*tuples)]
+    for settings in all_settings:
         if settings.get("restarts", 1) > 1 and not settings["random_start"]:
             raise InputError(f"--measures {text!r}: without random_start all restarts are equal: "
                              f"leave restarts out, or set random_start=yes")
         if paper and name in ATTACKS:
             settings["conditions"] = "paper"
-    return [(name, {k: v for k, v in settings.items() if v is not None}) for settings in found]
+    return [(name, {k: v for k, v in settings.items() if v is not None})
+            for settings in all_settings]
 
 
 def describe_measures():
     """List the measures, their settings and defaults, for --help."""
     lines = ["measures and the defaults of their settings:"]
     for name in {**MEASURES[CLS], **MEASURES[LM]}:
-        shown = {key: "all" if key == "type" else "..." if default is None else default
-                 for key, default in settings_of(name).items()}
+        shown = {setting: "all" if setting == "type" else "..." if default is None else default
+                 for setting, default in settings_of(name).items()}
         lines.append(f"  {measure_text(f'{name:20}', shown)}".rstrip())
-    lines.append("eps=1/255,2/255 measures both budgets. eps=... is set by --eps, alpha=... by "
-                 "rel_step * eps.\njpeg85 compresses corrupted images as in ImageNet-C. "
-                 "robust/attacks.py\nexplains the settings of attacks.")
+    lines.append("eps=1/255,2/255 measures both budgets. Without eps=..., --eps sets the budgets. "
+                 "Without\nalpha=..., alpha is rel_step * eps. jpeg85 compresses corrupted images "
+                 "as ImageNet-C does.\nrobust/attacks.py explains the settings of attacks.")
     return "\n".join(lines)
 
 
@@ -330,34 +355,45 @@ def describe_measures():
 
 @torch.no_grad()
 def count_classes(m, device):
-    """Return the number of a classifier's logits, counted on two grey images of its size."""
+    """Run a classifier on two grey images of its size; return the number of its logits."""
     grey = torch.full((2, 3, m.size, m.size), 0.5, device=device)
     try:
-        logits = robust.forward(m.model, grey)
+        logits = robust.forward(m.model, grey)            # m.model(grey), as float32
     except (RuntimeError, AssertionError, IndexError) as error:
-        if m.origin != "function":
+        if m.origin != "function":                        # not from --model, so it is our bug
             raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{m.given} does not accept images of {m.size} x {m.size} pixels ({why}); "
                          "set another --image_size") from error
     with common.error_prefix(m.given):
-        attacks.check_logits(logits)
+        attacks.check_logits(logits)                      # an error for inf, nan or probabilities
     return logits.shape[1]
 
 
 def load_models(run):
     """Load the models of the flags; return (models, the model of --source or None).
 
-    Each is a `Loaded` of checkpoints.py.
+    Each model is a `Loaded` of checkpoints.py, a NamedTuple. In this file it is called m:
+        m.model       the network, in eval mode, with frozen parameters
+        m.task        CLS, SEG or LM
+        m.about       the model's fields of a row: model (its name), kind, weights (checksum), ...
+        m.given       flag and path, for messages: "--ckpt out/first"
+        m.size        pixels per side of its images; None for a language model
+        m.origin      "ours", "foreign" (another project's file) or "function" (--model)
+        m.trained     {flag: value} of its training; {} unless m.origin is "ours"
+        m.classes     class names, or None
+        m.checkpoint  the other contents of our checkpoint, such as a vocabulary
     """
     args = run.args
-    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    how = dict(weights=args.weights or "model", num_heads=args.num_heads, eps=args.norm_eps,
-               normalize=args.normalize or "imagenet", image_size=args.image_size)
-    models = [*(load_checkpoint(path, run.device, **how) for path in args.ckpt),
-              *(load_built(text, run.device, size) for text in args.model)]
-    source = load_checkpoint(args.source, run.device, "--source", **how) if args.source else None
-    return models, source
+    built_size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
+    options = dict(weights=args.weights or "model", num_heads=args.num_heads, eps=args.norm_eps,
+                   normalize=args.normalize or "imagenet", image_size=args.image_size)
+    models = [load_checkpoint(path, run.device, **options) for path in args.ckpt]
+    models += [load_built(text, run.device, size=built_size) for text in args.model]
+    source_model = None
+    if args.source:
+        source_model = load_checkpoint(args.source, run.device, flag="--source", **options)
+    return models, source_model
 
 
 def check_models_fit(args, models):
@@ -370,24 +406,28 @@ def check_models_fit(args, models):
                              f"{' and '.join(dict.fromkeys(str(v)[:60] for v in values))}; "
                              f"expected the same {name} for all models")
     for flag, origins in ORIGIN_FLAGS.items():
-        if getattr(args, flag) and not {m.origin for m in models} & {*origins}:
+        if getattr(args, flag) and not any(m.origin in origins for m in models):
             raise InputError(f"--{flag} applies to {' and '.join(ORIGINS[o] for o in origins)}; "
                              f"no model of this command is of this kind: leave --{flag} out")
-    for flag, tasks in TASK_FLAGS.items():
+    for flag, tasks in TASK_FLAGS.items():                # None, False, "default": not given
         if getattr(args, flag) not in (None, False, "default") and first.task not in tasks:
             raise InputError(f"--{flag} applies to {' and '.join(tasks)}, but {first.given} is a "
                              f"model for {first.task}: leave --{flag} out")
-    for m in models if args.preset == "paper" else ():
-        if not hasattr(m.model, "mean") or not hasattr(m.model, "std"):
+    for m in models:
+        normalises = hasattr(m.model, "mean") and hasattr(m.model, "std")
+        if args.preset == "paper" and not normalises:
             raise InputError(f"--preset paper attacks normalised images and needs a model with "
                              f"tensors .mean and .std, which {m.given} does not have")
 
 
 def choose_data(run, first):
-    """Return `run` with task, size, data and data_dir: the flags, else what `first` stores."""
+    """Return `run` with task, size, data and data_dir.
+
+    Priority for data and data_dir: the flags, then the training of `first`, the first model.
+    """
     args, data = run.args, run.args.data or first.trained.get("data") or "imagenet"
-    if first.task == LM and args.data_dir and not args.data:    # as in train_lm.py
-        data = "folder"
+    if first.task == LM and args.data_dir and not args.data:
+        data = "folder"                                   # --data_dir alone is your own text
     if data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
                          f"--data_dir out, or choose another --data")
@@ -402,36 +442,42 @@ IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text().s
 
 
 def load_images(models, run):
-    """Load the test split of a classifier's data; return `run` with source, classes, batch_size.
+    """Load the test set of classifiers; return `run` with test_set, classes and batch_size.
 
-    source is None if --data_dir is not given for ImageNet; then only the folders of --imagenet_a
+    test_set is None if --data_dir is not given for ImageNet; then only the folders of --imagenet_a
     and --imagenet_r can be measured.
     """
     args, first = run.args, models[0]
     counts = [count_classes(m, run.device) for m in models]
     classes, batch_size, imagenet1k = first.classes, args.batch_size, False
     if not batch_size:
-        pixels = 2 ** 19
-        if run.device.type == "cuda":                     # a ViT-B with gradients: 3 kB per pixel
-            pixels = min(torch.cuda.mem_get_info(run.device)[0] // 4096, 512 * 224 ** 2)
+        pixels = 2 ** 19                                  # per batch
+        if run.device.type == "cuda":                     # a ViT-B's attack needs 3 kB per pixel
+            free_bytes, _ = torch.cuda.mem_get_info(run.device)
+            pixels = min(free_bytes // 4096, 512 * 224 ** 2)
         batch_size = max(1, pixels // run.size ** 2)
     if run.data != "imagenet":
-        common.one_of("--data", run.data, DATASETS)
+        common.one_of("--data", run.data, DATASETS)       # InputError for an unknown name
         if args.crop_pct:
             raise InputError(f"--crop_pct applies to --data imagenet, not to {run.data}")
-        where = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
-        source = load_test(where, first.trained, run.size, classes)
+        flags = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
+        # The flags of the training show whether --data_dir is the training's folder. In any other
+        # folder, load_test uses val/, or all images if there is no val/.
+        test_set = load_test(flags, trained=first.trained, size=run.size, classes=classes)
     else:
+        # A network without class names that has 1,000 logits is taken for an ImageNet network.
         classes = classes or (IMAGENET if counts[0] == len(IMAGENET) else None)
-        imagenet1k, source = classes == IMAGENET, None
+        imagenet1k, test_set = classes == IMAGENET, None
         if run.data_dir or not classes:
-            source = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
-                               crop_pct=args.crop_pct or CROP)
-            for m in models if not args.crop_pct else ():
-                if m.origin != "ours":
-                    assume(m, f"crop_pct = {CROP} is assumed: the short side is resized to "
-                              f"{run.size} / {CROP} pixels, then the centre is cropped.")
-    names = list(source.classes) if source is not None else classes
+            # With subset=True, val/ may contain only some of the class folders.
+            test_set = ImageTree(run.data_dir or "", "val", classes, run.size, subset=imagenet1k,
+                                 crop_pct=args.crop_pct or DEFAULT_CROP_PCT)
+            for m in models:
+                if m.origin != "ours" and not args.crop_pct:
+                    assume(m, f"crop_pct = {DEFAULT_CROP_PCT} is assumed: the short side is "
+                              f"resized to {run.size} / {DEFAULT_CROP_PCT} pixels, then the "
+                              f"centre is cropped.")
+    names = classes if test_set is None else list(test_set.classes)
     for m, n in zip(models, counts):
         if n != len(names) or m.classes and list(m.classes) != names:
             own = f" ({', '.join(m.classes[:3])}, ...)" if m.classes else ""
@@ -439,8 +485,9 @@ def load_images(models, run):
                              f"{len(names)} ({', '.join(names[:3])}, ...); expected the same "
                              f"classes")
         if not m.classes and not imagenet1k:
-            class_order_note(m, names)
-    return run._replace(source=source, classes=names, imagenet1k=imagenet1k, batch_size=batch_size)
+            note_class_order(m, names)
+    return run._replace(test_set=test_set, classes=names, imagenet1k=imagenet1k,
+                        batch_size=batch_size)
 
 
 def assume(m, note):
@@ -449,30 +496,34 @@ def assume(m, note):
     m.about.setdefault("assumed", []).append(note)
 
 
-def class_order_note(m, names):
-    """Print which logit belongs to which folder, if class names are numbers in another order.
+def note_class_order(m, names):
+    """Print which logit belongs to which class folder if the folders' names are numbers.
 
-    Names are sorted as text: "10" comes before "2".
+    The folders are sorted as text, "10" before "2". If this is also the order of the numbers, print
+    nothing.
     """
     if all(name.isdecimal() for name in names) and names != sorted(names, key=int):
         order = ", ".join(f"logit {i} = folder {name}" for i, name in enumerate(names))
-        note = (f"class folders are sorted as text: {order}. If the network was trained with the "
-                f"order of the numbers, rename the folders to {names[0]:0>{len(str(len(names)))}}, "
-                f"{names[1]:0>{len(str(len(names)))}}, ...")
-        assume(m, note)
+        digits = len(str(len(names)))
+        assume(m, f"class folders are sorted as text: {order}. If the network was trained with the "
+                  f"order of the numbers, rename the folders to {names[0]:0>{digits}}, "
+                  f"{names[1]:0>{digits}}, ...")
 
 
 def load_masks(models, run):
     """Load the test images and masks of Segmenters; compare their classes with the checkpoint's.
 
-    Returns `run` with source, classes, window and stride.
+    Returns `run` with test_set, classes, window and stride.
     """
     from data.views import load_segmentation
     first = models[0]
+    # keep_best=False is for checkpoints that do not store this flag. load_segmentation uses all
+    # images of a folder that is not the training's.
     flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
-    source = load_segmentation(argparse.Namespace(**flags), "test", first.trained)
-    trained, names = list(first.classes or source.classes), list(source.classes)
+    test_set = load_segmentation(argparse.Namespace(**flags), "test", trained=first.trained)
+    trained, names = list(first.classes or test_set.classes), list(test_set.classes)
     if trained != names:
+        # A folder without classes.txt names its classes "value 0", ... or "class 0", ...
         unnamed = all(name.split()[0] in ("value", "class") for name in names)
         if len(trained) != len(names) or not unnamed:
             i = next((i for i, pair in enumerate(zip(trained, names)) if pair[0] != pair[1]), 0)
@@ -482,8 +533,8 @@ def load_masks(models, run):
                              f"in classes.txt")
         print0(f"--data_dir {run.data_dir} does not name its classes: {names[0]} is taken for "
                f"{trained[0]}, {names[1]} for {trained[1]}, and so on")
-    window, stride = window_and_stride(run.args, first.model.config.image_size, 1)
-    return run._replace(source=source, classes=trained, window=window, stride=stride)
+    window, stride = window_and_stride(run.args, first.model.config.image_size, strides=1)
+    return run._replace(test_set=test_set, classes=trained, window=window, stride=stride)
 
 
 class Text(NamedTuple):
@@ -491,20 +542,20 @@ class Text(NamedTuple):
     split: str
     clean: np.ndarray                    # (n,) uint32
     attacked: np.ndarray                 # (n,) uint32, after the word swap
-    kept: torch.Tensor                   # (n - 1,) bool: True where the swap kept the target
+    kept: torch.Tensor                   # (n - 1,) bool, True for a token that is not swapped
     unknown: float                       # per cent of the words that are not in the vocabulary
 
 
 def load_texts(models, run):
-    """Load the texts for language models as source, {split: Text}.
+    """Load the texts for language models as test_set, {split: Text}.
 
-    Returns `run` with source, word, window, stride and batch_size. The words of every text are
+    Returns `run` with test_set, word, window, stride and batch_size. The words of every text are
     looked up in the checkpoint's vocabulary. A single file has one split, "whole"; a folder and the
     training text have the splits valid and test.
     """
     from data.text import UNK, lines_to_score, stored_vocabulary
     args, first = run.args, models[0]
-    window, stride = window_and_stride(args, first.model.config.context, 4)
+    window, stride = window_and_stride(args, first.model.config.context, strides=4)
     if window > first.model.config.context:
         raise InputError(f"--window {window} is more than the context of "
                          f"{first.model.config.context} tokens that the model was trained with")
@@ -517,24 +568,26 @@ def load_texts(models, run):
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
     word = WORD if WORD in vocabulary else vocabulary.words[-1]
-    texts, n = {}, args.limit
+    texts = {}
     for split, lines in lines_to_score(run.data, run.data_dir, first.trained).items():
-        swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)
-        clean = vocabulary.encode_lines(lines)[:n]
-        if len(clean) <= window:
-            raise InputError(f"--data_dir {run.data_dir}: {split} has {len(clean)} tokens, "
+        swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
+        clean_tokens = vocabulary.encode_lines(lines)[:args.limit]
+        if len(clean_tokens) <= window:
+            raise InputError(f"--data_dir {run.data_dir}: {split} has {len(clean_tokens)} tokens, "
                              f"expected more than --window {window}")
-        texts[split] = Text(split, clean, vocabulary.encode_lines(swapped_lines)[:n],
-                            ~torch.tensor(swapped[1:len(clean)]),
-                            round(100 * float((clean == vocabulary.get(UNK, -1)).mean()), 4))
-    return run._replace(source=texts, word=word, window=window, stride=stride,
+        unknown = (clean_tokens == vocabulary.get(UNK, -1)).mean()
+        texts[split] = Text(split, clean=clean_tokens,
+                            attacked=vocabulary.encode_lines(swapped_lines)[:args.limit],
+                            kept=~torch.tensor(swapped[1:len(clean_tokens)]),
+                            unknown=round(100 * float(unknown), 4))
+    return run._replace(test_set=texts, word=word, window=window, stride=stride,
                         batch_size=args.batch_size or 64)
 
 
-def window_and_stride(args, window, share):
-    """Return --window (default: `window`) and --stride (default: the window / `share`)."""
-    window = args.window or window
-    stride = args.stride or max(window // share, 1)
+def window_and_stride(args, default_window, strides):
+    """Return --window (default: default_window) and --stride (default: window / strides)."""
+    window = args.window or default_window
+    stride = args.stride or max(window // strides, 1)
     if stride > window:
         raise InputError(f"--stride {stride} is more than --window {window}")
     return window, stride
@@ -546,76 +599,82 @@ LOAD = {CLS: load_images, SEG: load_masks, LM: load_texts}
 # --- images of a measure --------------------------------------------------------------------------
 
 class Images(NamedTuple):
-    """The images of a measure."""
-    source: object                       # a Split, an ImageTree, a Text, ...
-    index: torch.Tensor                  # (n,) int64: the numbers of the images
+    """The images of a measure, some of a data set; for a language model, the tokens of a text."""
+    dataset: object                      # a Split, an ImageTree, a Text, ...: see Run.test_set
+    index: torch.Tensor                  # (n,) int64: the numbers of the images in the data set
     data_dir: str | None = None          # absolute path of the folder, or None
 
 
 def pick(n, name, args, data):
-    """Choose the images of a measure: numbers below n, in the random order of --seed.
+    """Choose the images of a measure: return some of the numbers 0..n-1, in a random order.
 
-    --limit cuts this order, so the images of a smaller limit are a prefix.
+    --seed fixes the order. --limit cuts it, so a smaller limit gives a prefix of a larger one.
     """
-    few = (SCENES if data == "shapes" else SLOW).get(name, n)
-    return epoch_order(n, 0, args.seed)[:args.limit or few]
+    default_limit = (SCENE_LIMITS if data == "shapes" else SLOW_LIMITS).get(name, n)
+    return epoch_order(n, epoch=0, seed=args.seed)[:args.limit or default_limit]
 
 
-def open_folder(flag, path, classes, size, **how):
-    """Open a folder <class>/* with some of `classes` as an ImageTree; `flag` is for errors.
+def open_folder(flag, path, classes, size, crop_pct=DEFAULT_CROP_PCT):
+    """Open the folder of a flag, <class>/* for some of `classes`, as an ImageTree.
 
-    Labels are places in the whole list `classes`.
+    A label is an index into the whole list `classes`. Error messages name the flag.
     """
     root, folder = os.path.split(os.path.abspath(path))
     try:
-        return ImageTree(root, folder, classes, size, subset=True, **how)
+        return ImageTree(root, folder, classes, size, subset=True, crop_pct=crop_pct)
     except InputError as error:
         raise InputError(str(error).replace("--data_dir", f"--{flag}")) from None
 
 
 def images_of(run, name, settings):
-    """Find the `Images` of a measure, or None if there are none; add flags to `settings`."""
+    """Return the `Images` of a measure, or None if there are none.
+
+    Changes `settings`: adds the settings that flags set, so that the row contains them.
+    """
     args = run.args
     if run.task == LM:
         settings.update(window=run.window, stride=run.stride)
-        text = run.source.get(settings["split"])
-        return text and Images(text, range(len(text.clean)), folder_of(run.data_dir))
+        text = run.test_set.get(settings["split"])
+        if text is None:
+            return None
+        return Images(text, range(len(text.clean)), absolute_path(run.data_dir))
     if name in FOLDERS and not getattr(args, name):
         raise InputError(f"--measures {name} needs --{name}, the folder with its images")
-    if run.source is None and name not in ("imagenet_a", "imagenet_r"):
+    if run.test_set is None and name not in ("imagenet_a", "imagenet_r"):
         raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
     if name in FOLDERS:
-        folders = [getattr(args, name)] + [run.data_dir] * (name == "imagenet_o")
-        tree = open_folder(name, folders[0], run.classes, run.size)
-        return Images(tree, pick(len(tree), name, args, run.data),
-                      " and ".join(map(folder_of, folders)))
+        tree = open_folder(name, getattr(args, name), run.classes, run.size)
+        data_dir = absolute_path(getattr(args, name))
+        if name == "imagenet_o":                          # is compared with images of val/
+            data_dir += f" and {absolute_path(run.data_dir)}"
+        return Images(tree, pick(len(tree), name, args, run.data), data_dir)
     if name == "transfer":
-        if not run.other:
+        if not run.source_model:
             raise InputError("--measures transfer needs --source, the checkpoint on which the "
                              "attack is computed")
-        settings["source"] = run.other.about["weights"]
+        settings["source"] = run.source_model.about["weights"]    # their checksum
 
-    # The test split.
-    n = len(run.source.labels) if isinstance(run.source, Split) else len(run.source)
-    found = Images(run.source, pick(n, name, args, run.data),
-                   None if run.data in ("shapes", "cifar10") else folder_of(run.data_dir))
+    # All other measures use the test set. len() of a Split, a tuple, is not the number of images.
+    n = len(run.test_set.labels) if isinstance(run.test_set, Split) else len(run.test_set)
+    images = Images(run.test_set, pick(n, name, args, run.data),
+                    None if run.data in ("shapes", "cifar10") else absolute_path(run.data_dir))
     if name == "corruptions":
-        found = to_corrupt(run, settings, found)
+        images = images_to_corrupt(run, settings, images)
     if run.task == SEG:
         settings.update(window=run.window, stride=run.stride, scales=args.scales or [1.0],
                         flip=args.flip)
-    return found
+    return images
 
 
-def folder_of(path):
+def absolute_path(path):
     """Return the absolute path, so that "photos" and "./photos" give the same row."""
     return str(Path(path).resolve()) if path else None
 
 
-def to_corrupt(run, settings, images):
-    """Add severities and sources of a corruption to `settings`; return its `Images`.
+def images_to_corrupt(run, settings, images):
+    """Return the `Images` of a corruption, or None if --corrupted_dir does not contain it.
 
-    Returns None if --corrupted_dir does not contain the corruption.
+    Changes `settings`: adds the severities, and where the corrupted or frost images come from.
     """
     args, kind = run.args, settings["type"]
     severities = sorted({*(args.severities or (1, 2, 3, 4, 5))})
@@ -630,7 +689,7 @@ def to_corrupt(run, settings, images):
             print0(f"--corrupted_dir {args.corrupted_dir} has no {kind}: it is not measured")
             return None
         settings.update(severities=severities, released=True)
-        return images._replace(data_dir=folder_of(args.corrupted_dir))
+        return images._replace(data_dir=absolute_path(args.corrupted_dir))
     if run.size and run.size < 16:
         raise InputError(f"--measures corruptions: images of {run.size} pixels per side, expected "
                          f"16 or more; leave corruptions out")
@@ -641,35 +700,35 @@ def to_corrupt(run, settings, images):
             raise InputError(str(error)) from None
     settings.update(severities=severities,
                     frost="photographs" if args.frost_dir else "procedural")
-    if isinstance(images.source, ImageTree):              # ImageNet-C was resized bilinearly
-        tree = copy.copy(images.source)
+    if isinstance(images.dataset, ImageTree):             # ImageNet-C was resized bilinearly
+        tree = copy.copy(images.dataset)
         tree.resample = "bilinear"
-        images = images._replace(source=tree)
+        images = images._replace(dataset=tree)
     return images
 
 
-def released(run, name, severity, source):
+def released(run, name, severity, test_set):
     """Open one severity of a corruption in --corrupted_dir: ImageNet-C's files or CIFAR-10-C's.
 
-    ImageNet-C's files have 224 pixels and are only cropped. `source` is the test split; the
-    returned images have the same numbers. InputError if the labels differ.
+    ImageNet-C's files have 224 pixels and are only cropped. Image i of the returned data set is the
+    corrupted copy of image i of test_set. InputError if the labels differ.
     """
     folder = run.args.corrupted_dir
     if Path(folder, f"{name}.npy").exists():
-        found = cifar10_c(folder, name, severity, source, run.device)
+        corrupted_set = cifar10_c(folder, name, severity, test_set, run.device)
     else:
-        found = open_folder("corrupted_dir", Path(folder, name, str(severity)), source.classes,
-                            run.size, crop_pct=1.0)
-    if not torch.equal(found.labels.cpu(), source.labels.cpu()):
+        corrupted_set = open_folder("corrupted_dir", Path(folder, name, str(severity)),
+                                    test_set.classes, run.size, crop_pct=1.0)
+    if not torch.equal(corrupted_set.labels.cpu(), test_set.labels.cpu()):
         raise InputError(f"--corrupted_dir {folder}: {name}, severity {severity} has other images "
-                         f"than the test split ({len(found.labels)}, expected "
-                         f"{len(source.labels)})")
-    return found
+                         f"than the test split ({len(corrupted_set.labels)}, expected "
+                         f"{len(test_set.labels)})")
+    return corrupted_set
 
 
-def cifar10_c(folder, name, severity, source, device):
+def cifar10_c(folder, name, severity, test_set, device):
     """Read one severity of CIFAR-10-C's arrays <type>.npy and labels.npy as a `Split`."""
-    size = source.images.shape[2:]
+    size = test_set.images.shape[2:]
     try:
         images, labels = (np.load(Path(folder, file), mmap_mode="r")
                           for file in (f"{name}.npy", "labels.npy"))
@@ -682,39 +741,41 @@ def cifar10_c(folder, name, severity, source, device):
         raise InputError(f"--corrupted_dir {folder}: {name}.npy and labels.npy {problem}, expected "
                          f"uint8 (N, {size[0]}, {size[1]}, 3) and whole numbers (N,): unpack "
                          f"CIFAR-10-C.tar there again")
-    part = slice((severity - 1) * 10000, severity * 10000)
+    part = slice((severity - 1) * 10000, severity * 10000)    # each array contains all severities
     images, labels = (torch.from_numpy(a[part].copy()).to(device) for a in (images, labels))
-    return Split(images.permute(0, 3, 1, 2), labels.long(), source.classes)
+    return Split(images.permute(0, 3, 1, 2), labels.long(), test_set.classes)
 
 
-def batches(run, images, label="", most=0):
+def batches(run, images, label="", at_least=0):
     """Load this process's share of `Images` in batches on the device.
 
-    label: text of the progress bar. most: batches are joined until they contain at least this
+    label: text of the progress bar. at_least: batches are joined until they contain at least this
     number of images.
-    Yields: pixels (b, 3, S, S) uint8, labels (b,), image numbers (b,), and places (b,), the
-    positions of these numbers in images.index.
+    Yields (pixels (b, 3, S, S) uint8, labels (b,), numbers (b,), place (b,)). numbers: the numbers
+    of the images in the data set. place: the positions of these numbers in images.index, and so the
+    rows of the results, (n, ...).
     """
-    source, index = images.source, images.index
+    dataset, index = images.dataset, images.index
     share = torch.arange(len(index))[run.rank::run.world]
-    places = [p for p in share.split(run.batch_size) if len(p)]
-    parts = [index[p] for p in places]
-    if isinstance(source, Split):
+    places = [place for place in share.split(run.batch_size) if len(place)]
+    parts = [index[place] for place in places]
+    if isinstance(dataset, Split):
         parts = (part.to(run.device) for part in parts)
-        loaded = ((source.images[part], source.labels[part], part) for part in parts)
+        loaded = ((dataset.images[part], dataset.labels[part], part) for part in parts)
     else:
-        # image_batches needs pairs (position, image); without a random crop they are the same.
+        # A key is (position, number). The position chooses a random crop, and image_batches returns
+        # it. There are no random crops here, so pass the number as position.
         keys = [[(i, i) for i in part.tolist()] for part in parts]
-        loaded = image_batches(source, keys, run.args.num_workers, run.device)
+        loaded = image_batches(dataset, keys, run.args.num_workers, run.device)
     bar = tqdm(total=len(share), desc=label[:60], unit="image", leave=False,
                disable=run.rank > 0 or None)              # None: no bar if output is redirected
-    held = []
+    waiting = []                                          # batches that are not yet joined
     with bar:
         for i, (batch, place) in enumerate(zip(loaded, places), 1):
-            held.append(tuple(t.to(run.device, non_blocking=True) for t in (*batch, place)))
-            if i == len(places) or sum(len(part[-1]) for part in held) >= most:
-                yield tuple(map(torch.cat, zip(*held)))
-                held = []
+            waiting.append(tuple(t.to(run.device, non_blocking=True) for t in (*batch, place)))
+            if i == len(places) or sum(len(part[-1]) for part in waiting) >= at_least:
+                yield tuple(map(torch.cat, zip(*waiting)))
+                waiting = []
             bar.update(len(place))
 
 
@@ -735,7 +796,7 @@ def pixels_of(images):
 
 @torch.no_grad()
 def logits_of(run, m, x):
-    """Return the logits (b, classes), float32, of images x in [0, 1]."""
+    """Return the logits (b, classes), float32, of images x in [0, 1], run.batch_size at a time."""
     return robust.forward(m.model, x, run.batch_size).float()
 
 
@@ -754,12 +815,12 @@ def percent(total, n):
 
 
 def outcome(hits, classes):
-    """Return the fields top1, top5 and right (one bit per image) of a row.
+    """Return the fields top1, top5 and right of a row; right is text, one bit per image.
 
     hits: (n, 3) from `correct`. classes: the number of classes.
     """
     top1, top5 = percent(hits[:, :2].sum(0), len(hits))
-    top5 = dict(top5=top5) if classes > 5 else {}         # else top-5 is always right
+    top5 = dict(top5=top5) if classes > 5 else {}         # up to 5 classes it is always 100 %
     return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
 
 
@@ -769,7 +830,7 @@ def join_severities(outcomes):
 
 
 def widest(device):
-    """Return float64, or float32 on mps, which has no float64."""
+    """Return the widest float type of a device: float64, or float32 on mps."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -782,8 +843,8 @@ def distances(adv, x):
 
 # --- measures: functions of (run, m, images, name, settings) that return the fields of a row ------
 
-# m is a Loaded: m.model is the network, m.about its fields of every row. images is an Images. With
-# several processes each one fills its share of a tensor of zeros; all_sum adds the shares.
+# m is a Loaded: `load_models` lists its fields. images is an `Images`. With several processes, each
+# process fills its share of a tensor of zeros, and all_sum adds the shares.
 
 def clean(run, m, images, name, settings):
     """Measure accuracy and mean loss on the unchanged images."""
@@ -801,8 +862,8 @@ def corrupted(run, m, images, name, settings):
     hits = torch.zeros(len(severities), len(images.index), 3, device=run.device)
     if "released" in settings:
         for i, severity in enumerate(severities):
-            source = released(run, settings["type"], severity, images.source)
-            for pixels, labels, _, place in batches(run, images._replace(source=source), label):
+            dataset = released(run, settings["type"], severity, images.dataset)
+            for pixels, labels, _, place in batches(run, images._replace(dataset=dataset), label):
                 hits[i, place] = correct(logits_of(run, m, pixels_of(pixels)), labels)
     else:
         for pixels, labels, numbers, place in batches(run, images, label):
@@ -813,99 +874,124 @@ def corrupted(run, m, images, name, settings):
 
 
 def corrupt_as(run, settings, severity, images, numbers):
-    """Corrupt images (b, 3, H, W) uint8 by the settings of a measure.
+    """Corrupt images (b, 3, H, W) uint8 with the settings of a measure.
 
     numbers: (b,), the image numbers, on which the random numbers depend.
     """
     images = corrupt(images, settings["type"], severity, seed=run.args.seed, index=numbers,
                      frost_dir=run.args.frost_dir)
-    return jpeg_compression(images, 85) if settings["jpeg85"] else images   # as in ImageNet-C
+    if settings["jpeg85"]:                                # ImageNet-C's files have this quality
+        images = jpeg_compression(images, 85)
+    return images
 
 
 class Normalized(torch.nn.Module):
-    """A model of normalised images z = (x - mean) / std, which the paper's code attacks.
+    """A model of normalised images z = (x - mean) / std; the paper's code attacks such models.
 
-    like: the model that has the tensors .mean and .std.
+    model: takes pixels x. like: the model that has the tensors .mean and .std.
     """
 
     def __init__(self, model, like):
         super().__init__()
         self.model, self.mean, self.std = model, like.mean, like.std
-        self.training = model.training
+        self.training = model.training                    # attacks reject a module in train mode
 
     def forward(self, z):
         return self.model(z * self.std + self.mean)
 
 
 def attack_of(run, name, settings):
-    """Return an attack with its settings, as a function of (model, images, labels)."""
-    attack, paper = ATTACKS[name], "conditions" in settings
-    takes = inspect.signature(attack).parameters
-    own = {k: v for k, v in settings.items() if k in takes}
-    if "clip" in takes:
-        own["clip"] = not paper or name in PAPER_CLIPS
-    if "progress" in takes:
-        own["progress"] = run.rank == 0
+    """Return an attack with its settings, as a function of (model, images, labels).
+
+    The function still has the attack's signature: robust.evaluate reads from the signature whether
+    the attack also takes seed, index, draw, batch_size or trace.
+    """
+    attack, paper = ATTACKS[name], "conditions" in settings    # parse_measure sets conditions
+    parameters = inspect.signature(attack).parameters
+    keywords = {k: v for k, v in settings.items() if k in parameters}
+    if "clip" in parameters:
+        keywords["clip"] = not paper or name in PAPER_CLIPS
+    if "progress" in parameters:
+        keywords["progress"] = run.rank == 0
     if settings.get("restarts", 1) > 1:
+        # If an image does not fool the model, attack it again from another random start.
         attack = attacks.restarted(attack, settings["restarts"])
-    attack = partial(attack, **own)
+    attack = partial(attack, **keywords)
     if name != "transfer":
         return attack
-    source = Normalized(run.other.model, run.other.model) if paper else run.other.model
+    source = run.source_model.model
+    source = Normalized(source, source) if paper else source
 
-    @wraps(attack)
-    def on_source(model, *rest, **keywords):
-        return attack(source, *rest, **keywords)
-    return on_source
+    @wraps(attack)                                        # keeps the signature
+    def attack_source(model, *rest, **more):              # attacks `source` in place of the model
+        return attack(source, *rest, **more)
+    return attack_source
 
 
-# An attack with its own batch_size receives this number of images at once. It makes batches of the
-# images that are still right, so its batches stay full.
-MANY = 4096
-STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")                          # of AutoAttack
+# An attack with the keyword batch_size gets at least this number of images at once. It makes its
+# own batches of the images that do not fool the model yet, so its batches stay full.
+MANY_IMAGES = 4096
+STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")    # AutoAttack's order
 
 
 def attack_images(run, m, images, name, settings):
-    """Attack all images of a measure; return tensors on the CPU with one entry per image.
+    """Attack all images of a measure; return tensors on the CPU.
 
     Returns:
-        hits (draws, n, 3), from `correct`. moved (n, 4): the largest `distances` of all draws.
+        hits (draws, n, 3): the result of `correct` for the attacked images.
+        moved (n, 4): `distances` between attacked and original image, the largest of all draws.
         stages (5, n): 1 if the image is right after this stage of AutoAttack, else 0.
     """
     attack, n, paper = attack_of(run, name, settings), len(images.index), "conditions" in settings
-    many = MANY * ("batch_size" in inspect.signature(attack).parameters)
+    own_batches = "batch_size" in inspect.signature(attack).parameters
     label = f"{measure_text(name, settings)}, {m.about['model']}"
     hits = torch.zeros(settings.get("draws", 1), n, 3, device=run.device)
     moved = torch.zeros(n, 4, dtype=widest(run.device), device=run.device)
     stages = torch.zeros(len(STAGES), n)
-    for pixels, labels, numbers, place in batches(run, images, label, many):
-        x = z = pixels_of(pixels)
-        model, targets, trace = m.model, labels, []
+    for pixels, labels, numbers, place in batches(run, images, label,
+                                                  at_least=MANY_IMAGES if own_batches else 0):
+        # Choose the model to attack, its inputs, and the labels that the attack leads away from.
+        x = pixels_of(pixels)
+        model, inputs, labels_to_leave = m.model, x, labels
         if paper:                                         # normalised images, predicted labels
-            like = (run.other if name == "transfer" else m).model
-            model, z = Normalized(m.model, like), (x - like.mean) / like.std
-            z = z.clamp(0, 1) if name in PAPER_CLIPS else z
+            like = (run.source_model if name == "transfer" else m).model    # has .mean and .std
+            model, inputs = Normalized(m.model, like), (x - like.mean) / like.std
+            inputs = inputs.clamp(0, 1) if name in PAPER_CLIPS else inputs
             with torch.no_grad():
-                targets = robust.forward(Normalized(like, like), z, run.batch_size).argmax(1)
-        right = robust.evaluate(model, z, targets, {name: attack}, batch_size=run.batch_size,
-                                seed=run.args.seed, index=numbers, draws=len(hits),
-                                attack_wrong=name in ("noise", "transfer"), trace=trace)
-        for found in trace:                               # one dict per draw
-            adv = found["adv"] * like.std + like.mean if paper else found["adv"]
-            hits[found["draw"], place] = correct(found["logits"].float(), labels)
+                labels_to_leave = robust.forward(Normalized(like, like), inputs,
+                                                 run.batch_size).argmax(1)
+
+        # robust.evaluate attacks the images that the model classifies as labels_to_leave, or all
+        # images with attack_wrong=True. It appends one dict per draw to trace, with the attacked
+        # images adv, their logits, and AutoAttack's stages.
+        trace = []
+        right = robust.evaluate(model, inputs, labels_to_leave, {name: attack},
+                                batch_size=run.batch_size, seed=run.args.seed, index=numbers,
+                                draws=len(hits), attack_wrong=name in ("noise", "transfer"),
+                                trace=trace)
+        for result in trace:
+            adv = result["adv"] * like.std + like.mean if paper else result["adv"]
+            hits[result["draw"], place] = correct(result["logits"].float(), labels)
             moved[place] = torch.maximum(moved[place], distances(adv, x))
-        for i, stage in enumerate(trace[0]["stages"]):    # empty, except for AutoAttack
-            standing = torch.zeros_like(right["clean"])   # True: no stage has fooled the model yet
-            standing = standing.masked_scatter(right["clean"], stage["robust"].cpu())
-            agrees, final = (targets == labels).cpu(), hits[0, place, 0].cpu() > 0
-            stages[i, place.cpu()] = torch.where(standing, agrees, final).float()
+
+        # stage["robust"] contains the images that AutoAttack attacked: True if no stage until now
+        # has fooled the model. The model still classifies such an image as labels_to_leave. For
+        # all other images, the final result counts. Other attacks have no stages.
+        was_attacked = right["clean"]                     # (b,) bool
+        right_unfooled = (labels_to_leave == labels).cpu()
+        right_finally = hits[0, place, 0].cpu() > 0
+        for i, stage in enumerate(trace[0]["stages"]):
+            unfooled = torch.zeros_like(was_attacked)
+            unfooled[was_attacked] = stage["robust"].cpu()
+            stages[i, place.cpu()] = torch.where(unfooled, right_unfooled, right_finally).float()
     return all_sum(hits).double(), all_sum(moved).double(), all_sum(stages)
 
 
 def attacked(run, m, images, name, settings):
     """Measure accuracy under an attack, and how far the attacked images are from the originals.
 
-    noise has several draws: top1 is their mean, and `right` has one text per draw.
+    The attack noise has several draws: top1 is their mean, and right is a list of one text per
+    draw. top1_at_l2, for CW: the accuracy if an image may move by at most this L2 distance.
     """
     hits, moved, stages = attack_images(run, m, images, name, settings)
     row = outcome(hits.mean(0), len(run.classes)) | summary_of_distances(moved)
@@ -919,18 +1005,20 @@ def attacked(run, m, images, name, settings):
         row["stages"] = dict(zip(STAGES, percent(stages.sum(1), len(moved))))
     if name.startswith("adaptive_"):
         grey = torch.full((1, 3, m.size, m.size), 0.5, device=run.device)
-        if not adaptive.pap_steps(m.model, grey):         # the model has no RPC-Attention
-            row["plain"] = True
+        if adaptive.pap_steps(m.model, grey) == 0:        # the model has no RPC-Attention
+            row["plain"] = True                           # so the attack was not adaptive
     return row
 
 
 def summary_of_distances(moved):
-    """Return fields of a row from `distances` (n, 4), over the images that the attack changed.
+    """Return fields of a row: maxima, median and mean of `moved` (n, 4), from `distances`.
 
-    outside, the largest distance from [0, 1], is over all images.
+    Only images that the attack changed count; for `outside`, the largest distance from [0, 1], all
+    images count.
     """
-    touched = moved[moved[:, 0] > 0]
-    linf, l2, l1 = (touched[:, :3] if len(touched) else moved[:1, :3]).unbind(1)
+    changed = moved[moved[:, 0] > 0]
+    changed = changed if len(changed) else moved[:1]      # no image changed: all distances are 0
+    linf, l2, l1 = changed[:, :3].unbind(1)
     return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
                 median_l2=l2.median().item(), mean_l2=l2.mean().item(),
                 outside=moved[:, 3].max().item())
@@ -945,42 +1033,47 @@ def per_class(run, m, images, name, settings):
     matrix = torch.zeros(K, K, dtype=torch.int64)
     for pixels, labels, *_ in batches(run, images, f"{name}, {m.about['model']}"):
         predicted = logits_of(run, m, pixels_of(pixels)).argmax(1)
-        matrix += (labels * K + predicted).bincount(minlength=K * K).cpu().view(K, K)
+        cell = labels * K + predicted                     # index into the flattened matrix
+        matrix += cell.bincount(minlength=K * K).cpu().view(K, K)
     matrix = all_sum(matrix)
-    there = matrix.sum(1) > 0
-    share = 100 * matrix.diag()[there] / matrix.sum(1)[there]
+    there = matrix.sum(1) > 0                             # classes with images
+    accuracy = 100 * matrix.diag()[there] / matrix.sum(1)[there]
     i, j = matrix.nonzero().T
-    return dict(lowest=share.min().item(), class_names=run.classes,
+    return dict(lowest=accuracy.min().item(), class_names=run.classes,
                 confusion=torch.stack([i, j, matrix[i, j]], 1).tolist())
 
 
-def kept_logits(run, m, images, columns):
-    """Return the logits of the classes `columns`, (n, len(columns)) float64, on every process."""
-    out = torch.zeros(len(images.index), len(columns), device=run.device)
-    for pixels, _, _, place in batches(run, images, Path(images.source.folder).name):
-        out[place] = logits_of(run, m, pixels_of(pixels))[:, columns]
-    return all_sum(out).double()
+def logits_of_classes(run, m, images, columns):
+    """Return the logits of all `images` for some classes, (n, len(columns)) float64 on the CPU.
+
+    columns: the indices of the classes. Every process returns the logits of all images.
+    """
+    logits = torch.zeros(len(images.index), len(columns), device=run.device)
+    for pixels, _, _, place in batches(run, images, Path(images.dataset.folder).name):
+        logits[place] = logits_of(run, m, pixels_of(pixels))[:, columns]
+    return all_sum(logits).double()
 
 
 def folder_accuracy(run, m, images, name, settings):
     """Measure ImageNet-A or -R over the 200 classes that the folder contains."""
-    tree, columns = images.source, images.source.labels.unique()    # places in the 1,000 classes
-    labels = torch.searchsorted(columns, tree.labels[images.index])
-    hits = correct(kept_logits(run, m, images, columns), labels)
+    tree = images.dataset
+    columns = tree.labels.unique()                        # sorted indices into the 1,000 classes
+    labels = torch.searchsorted(columns, tree.labels[images.index])    # indices into columns
+    hits = correct(logits_of_classes(run, m, images, columns), labels)
     return dict(outcome(hits, len(columns)), classes=len(columns))
 
 
 def outliers(run, m, images, name, settings):
     """Measure how well low confidence separates the outliers of ImageNet-O from images of val/.
 
-    Only the classes that are folders of ImageNet-O count. chance: the AUPR of guessing. inside: the
-    number of images of val/.
+    The confidence is the largest probability among ImageNet-O's classes. The images of val/ belong
+    to these classes; `inside` is their number. chance: the AUPR of a random guess.
     """
-    val, columns = run.source, images.source.labels.unique()
+    val, columns = run.test_set, images.dataset.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
-    inside = inside[epoch_order(len(inside), 0, run.args.seed)[:run.args.limit]]
-    both = torch.cat([kept_logits(run, m, images, columns),
-                      kept_logits(run, m, Images(val, inside), columns)])
+    inside = inside[epoch_order(len(inside), epoch=0, seed=run.args.seed)[:run.args.limit]]
+    both = torch.cat([logits_of_classes(run, m, images, columns),
+                      logits_of_classes(run, m, Images(val, inside), columns)])
     doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     outlier = torch.arange(len(both)) < len(images.index)
     return dict(aupr=100 * metrics.average_precision(doubt, outlier),
@@ -993,32 +1086,36 @@ def outliers(run, m, images, name, settings):
 def segmented(run, m, images, name, settings):
     """Measure pixel accuracy, mean accuracy, mean IoU and the IoU per class, clean or corrupted."""
     import segmenter
-    views = {key: settings[key] for key in ("window", "stride", "scales", "flip")}
-    found = []
-    for severity in settings.get("severities", [None]):
-        change = severity and partial(corrupt_as, run, settings, severity)
-        result, _ = segmenter.evaluate(
-            m.model, images.source, size=m.size, index=images.index.tolist(), change=change,
+    views = {setting: settings[setting] for setting in ("window", "stride", "scales", "flip")}
+    results = []
+    for severity in settings.get("severities", [None]):   # None: clean images
+        change = partial(corrupt_as, run, settings, severity) if severity else None
+        result, _ = segmenter.evaluate(                   # _: the confusion matrix
+            m.model, images.dataset, size=m.size, index=images.index.tolist(), change=change,
             num_workers=run.args.num_workers, rank=run.rank, world=run.world,
             progress=measure_text(name, settings)[:60], **views)
-        found.append({k: v for k, v in result.items() if k != "images"})
-    return join_severities(found) if "severities" in settings else found[0]
+        result.pop("images")                              # the row already has their number
+        results.append(result)
+    return join_severities(results) if "severities" in settings else results[0]
 
 
 def perplexities(run, m, images, name, settings):
     """Measure perplexity: segment-wise, sliding, and sliding after the word swap.
 
-    attacked counts all targets, also the inserted words, which no model can predict.
-    attacked_unswapped leaves the inserted words out. clean_unswapped counts the same targets in the
-    clean text. The difference between attacked_unswapped and clean_unswapped is the effect of the
-    attack on the other words. unknown: per cent of the words that are not in the vocabulary.
+    segment: in windows that do not overlap. sliding: in overlapping windows.
+    attacked: sliding, after the word swap; the inserted words count, but no model can predict them.
+    attacked_unswapped: as attacked, but the inserted words do not count.
+    clean_unswapped: the same words in the clean text. The difference between attacked_unswapped and
+        clean_unswapped is the effect of the attack on the words that it did not replace.
+    unknown: per cent of the words that are not in the vocabulary.
+    swapped: the number of replaced words. word: the word that replaces them.
     """
     from data.text import perplexity, sliding_nll
-    text = images.source
+    text = images.dataset
 
-    def nats(tokens, stride, what):
-        return sliding_nll(m.model, tokens, run.window, stride, run.batch_size, run.rank,
-                           run.world, f"{text.split} {what}")
+    def nats(tokens, stride, title):                      # the loss of each token but the first
+        return sliding_nll(m.model, tokens, run.window, stride, batch_size=run.batch_size,
+                           rank=run.rank, world=run.world, progress=f"{text.split} {title}")
 
     sliding = nats(text.clean, run.stride, "sliding")
     attacked = nats(text.attacked, run.stride, "attacked")
@@ -1045,19 +1142,23 @@ def start(args):
     """Join the process group if torchrun started this process; return a `Run`."""
     rank, world, device = common.start_processes(args.device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
-    return Run(args, device, rank, 1 if args.checks else world)    # only rank 0 runs the checks
+    if args.checks:                                       # rank 0 runs the checks on all images
+        world = 1
+    return Run(args, device, rank, world)
 
 
 def plan(run):
     """Return a list of (name, settings, images); each entry gives one row per model."""
-    args, known = run.args, MEASURES[run.task]
+    args = run.args
     folders = [name for name in FOLDERS if getattr(args, name)]
-    texts = (args.measures or USUAL[run.task] + folders) + ["per_class"] * args.per_class
-    if run.task == LM and "whole" in run.source:          # a text without splits
+    texts = args.measures or DEFAULT_MEASURES[run.task] + folders
+    if args.per_class:
+        texts = [*texts, "per_class"]
+    if run.task == LM and "whole" in run.test_set:        # a text without splits
         texts = [f"{text} split=whole" if "split=" not in text else text for text in texts]
     todo = []
     for text in texts:
-        for name, settings in parse_measure(text, known, args.preset, args.eps):
+        for name, settings in parse_measure(text, MEASURES[run.task], args.preset, args.eps):
             images = images_of(run, name, settings)
             if images is not None:
                 todo.append((name, settings, images))
@@ -1070,29 +1171,34 @@ def plan(run):
 def check_models(run, models, todo):
     """Run the five checks of robust/checks.py on each model, on the same images; write no row.
 
-    Only rank 0 runs them. The settings of the measure pgd apply to the checks.
+    The checks run PGD, with the settings of the measure pgd if it is in `todo`. One check attacks a
+    softmax network and tries these images on the model. Only rank 0 runs the checks.
     """
     from robust.checks import run_checks
     if run.rank:
         return
-    name, settings, images = next((one for one in todo if one[0] == "pgd"), todo[0])
-    settings = {k: v for k, v in settings.items() if name == "pgd" and k not in ("eps", "restarts")}
+    name, settings, images = next((entry for entry in todo if entry[0] == "pgd"), todo[0])
+    options = {}
+    if name == "pgd":
+        options = {k: v for k, v in settings.items() if k not in ("eps", "restarts")}
     limit = run.args.limit or 64
     few = images._replace(index=images.index[:limit])
     pixels, labels, *_ = next(batches(run._replace(batch_size=limit), few))
-    softmax = next((m for m in (run.other, *models) if m and m.about["kind"] == "softmax"), None)
+    softmax = next((m for m in (run.source_model, *models) if m and m.about["kind"] == "softmax"),
+                   None)
     for m in models:
         twin = softmax.model if softmax and softmax is not m else None
         with common.error_prefix(m.given):
-            run_checks(m.model, pixels_of(pixels), labels, m.about["model"], twin, settings)
+            run_checks(m.model, pixels_of(pixels), labels, m.about["model"], twin=twin,
+                       options=options)
 
 
 def out_dir(args):
     """Return --out_dir; default: robust/ in the first checkpoint's run folder, else in out/NAME."""
-    path = Path((args.ckpt or ["out/model"])[0])
+    path = Path(args.ckpt[0] if args.ckpt else "out/model")
     folder = path if path.is_dir() else path.parent
-    if not path.is_dir() and not (folder / "log.jsonl").exists():   # a file outside a run
-        folder = Path("out", path.stem)
+    if not path.is_dir() and not (folder / "log.jsonl").exists():   # a file outside a run folder
+        folder = Path("out", path.stem)                   # NAME is the name of the file
     return Path(args.out_dir or folder / "robust")
 
 
@@ -1101,21 +1207,21 @@ def main():
     if args.table:
         return print_tables(args.table)
     run = start(args)
-    models, source = load_models(run)
-    everything = [*models, source] if source else models
-    check_models_fit(args, everything)
-    run = choose_data(run, models[0])._replace(other=source)
-    run = LOAD[run.task](everything, run)
-    todo = plan(run)
+    models, source_model = load_models(run)
+    all_models = [*models, source_model] if source_model else models
+    check_models_fit(args, all_models)
+    run = choose_data(run, models[0])._replace(source_model=source_model)
+    run = LOAD[run.task](all_models, run)                 # adds the test set and its classes
+    todo = plan(run)                                      # [(name, settings, images)]
     if args.checks:
         return check_models(run, models, todo)
 
     # For each measure and each model, compute the row if results.jsonl does not have it yet.
     path, hardware = out_dir(args) / "results.jsonl", common.describe(run.device)
-    rows = open_rows(path, run.rank)
-    kept = len(rows)
+    rows = open_rows(path, run.rank)                      # {row_key(row): row}
+    old = f" | {len(rows)} rows are there" if rows else ""
     print0(f"{len(models)} models | {run.task} | {run.data} | {run.world} x {hardware} | {path}"
-           + f" | {kept} rows are there" * bool(kept))
+           f"{old}")
     for name, settings, images in todo:
         for m in models:
             row = dict(m.about, task=run.task, data=run.data, data_dir=images.data_dir,
@@ -1123,15 +1229,16 @@ def main():
                        images=len(images.index), seed=args.seed,
                        precision="tf32" if args.tf32 else "float32")
             if run.task == CLS and run.data == "imagenet":
-                row["crop_pct"] = args.crop_pct or CROP
-            if key(row) in rows:
+                row["crop_pct"] = args.crop_pct or DEFAULT_CROP_PCT
+            if row_key(row) in rows:                      # same weights, data, settings, ...
                 continue
             began = time.perf_counter()
-            with common.error_prefix(m.given):
-                row |= MEASURES[run.task][name](run, m, images, name, settings)
+            measure = MEASURES[run.task][name]            # for "pgd": attacked
+            with common.error_prefix(m.given):            # errors name the model
+                row |= measure(run, m, images, name, settings)
             row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                        **common.code_version(), hardware=hardware, processes=run.world)
-            rows[key(row)] = row
+            rows[row_key(row)] = row
             if run.rank == 0:
                 with open(path, "a") as f:
                     f.write(json.dumps(row) + "\n")
@@ -1144,10 +1251,12 @@ def main():
 
 def print_summary(run, rows, path):
     """Write the whole table to `path`, and print the summary and the tables of --per_class."""
-    own = [row for row in rows.values() if row["data"] == run.data]
+    own = [row for row in rows.values() if row["data"] == run.data]    # not of other data sets
     path.write_text(rows_table(own) + "\n", "utf-8", "backslashreplace")
-    top5 = ("top5",) * (run.task == CLS and len(run.classes) >= 100)
-    print(f"\n{rows_table(own, SUMMARY + top5)}")
+    numbers = SUMMARY
+    if run.task == CLS and len(run.classes) >= 100:
+        numbers += ("top5",)
+    print(f"\n{rows_table(own, summary=numbers)}")
     print(SUMMARY_NOTE.format(UNITS_LM if run.task == LM else UNITS, path))
     if run.args.per_class:
         print("\n" + class_tables(rows.values(), path.parent))

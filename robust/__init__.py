@@ -29,7 +29,7 @@ def forward(model, images, batch_size=None):
     """
     parts = images.split(batch_size) if batch_size and len(images) > batch_size else [images]
     logits = torch.cat([model(part) for part in parts]) if len(parts) > 1 else model(images)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))    # float64 stays float64
 
 
 def check_labels(labels, n, classes=None):
@@ -67,8 +67,9 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=No
     draws: attacks per image, each with different random numbers.
     attack_wrong: True also attacks the images that are misclassified without an attack; by default
         these images stay unchanged.
-    trace: a list that receives one dict per attack and draw: the adversarial images, their logits,
-        and `stages`, the entries that the attack appended to its own trace.
+    trace: a list that receives one dict per attack and draw: attack (its name), draw, adv (the
+        adversarial images), logits (of adv), and stages, a list that the attack filled as its own
+        argument trace.
 
     Returns:
         a dict of (n,) bool, True for a correct answer. "clean": without an attack. Each attack's
@@ -86,24 +87,26 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=No
         logits = forward(model, images, batch_size)
     check_labels(labels, len(images), logits.shape[1])
     clean = logits.argmax(1) == labels
-    attacked = torch.ones_like(clean) if attack_wrong else clean
+    to_attack = torch.ones_like(clean) if attack_wrong else clean
 
     right = {"clean": clean.cpu()}
     for name, attack in attacks.items():
-        # Find the arguments to pass: those after (model, images, labels) that no partial has set.
-        takes = list(inspect.signature(attack).parameters)[3:]
-        takes = set(takes) - getattr(attack, "keywords", {}).keys()
+        # Find the arguments that the attack takes: after (model, images, labels), not set by a
+        # partial.
+        takes = set(list(inspect.signature(attack).parameters)[3:])
+        takes -= getattr(attack, "keywords", {}).keys()
         size = len(images) if "batch_size" in takes else batch_size
         right[name] = torch.ones(len(images), dtype=torch.bool)
         for draw in range(draws):
             adv, stages = images.clone(), []
             for part in torch.arange(len(images), device=images.device).split(size):
-                rows = part[attacked[part]]
+                rows = part[to_attack[part]]
+                if len(rows) == 0:
+                    continue
                 offered = dict(seed=seed, index=index[rows], draw=draw, batch_size=batch_size,
                                trace=stages)
-                if len(rows):
-                    how = {key: value for key, value in offered.items() if key in takes}
-                    adv[rows] = attack(model, images[rows], labels[rows], **how).detach()
+                keywords = {k: v for k, v in offered.items() if k in takes}
+                adv[rows] = attack(model, images[rows], labels[rows], **keywords).detach()
             with torch.no_grad():
                 logits = forward(model, adv, batch_size)
             right[name] &= (logits.argmax(1) == labels).cpu()

@@ -17,8 +17,8 @@ docstring names the source of its attack.
     adv = pgd(model, images, labels, 8 / 255)
     robust = model(adv).argmax(1) == labels       # False also for images that were wrong before
 
-To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py. eps, seed,
-index and clip are passed if the function's signature names them; its other keywords are settings.
+To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py. The function
+receives eps, seed, index and clip if its signature names them; its other keywords are settings.
 """
 
 import math
@@ -47,9 +47,10 @@ def cross_entropy(logits, labels):
 
 
 def input_gradient(loss, model, images, labels):
-    """Return logits (B, classes), loss (B,) and the gradient of sum_i loss_i, shaped as images.
+    """Return logits (B, classes), losses (B,), and the gradient of their sum, shaped as images.
 
-    All are detached. The loss is summed, not averaged, so that the batch size does not matter.
+    loss: a function of (logits, labels) that returns (B,). The three results are detached. The
+    losses are summed, not averaged, so an image's gradient does not depend on the batch size.
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
@@ -63,7 +64,7 @@ def input_gradient(loss, model, images, labels):
 
 
 def project(adv, images, eps, clip=True):
-    """Pi: project into [images - eps, images + eps], then into [0, 1] if clip."""
+    """Pi: project into [images - eps, images + eps]; if clip, also into [0, 1]."""
     adv = torch.minimum(torch.maximum(adv, images - eps), images + eps)
     return adv.clamp(0, 1) if clip else adv
 
@@ -79,14 +80,14 @@ def column(t):
 
 
 def image_numbers(images, index):
-    """Return index (B,) int64 on the images' device; 0, 1, ... if index is None."""
+    """Return index, (B,) int64, on the images' device; if index is None, return 0, 1, ..."""
     if index is None:
         index = torch.arange(len(images))
     return index.to(images.device)
 
 
 def per_image(images, eps):
-    """Expand eps to one row per image, (B or more, ...), that broadcasts to images."""
+    """Expand eps, a number or a tensor, so that eps[rows] broadcasts to images[rows]."""
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
     return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
 
@@ -98,9 +99,13 @@ def select_rows(state, on):
 
 
 def noise_like(images, index, *key):
-    """Return uniform numbers in [-1, 1), shaped as images, set by (key, image number) alone."""
+    """Return uniform numbers in [-1, 1), shaped as images.
+
+    The numbers depend on (key, image number) alone. key: for example seed, purpose.
+    """
     index = image_numbers(images, index)
-    return (2 * uniform(index, images[0].numel(), *key) - 1).view_as(images)
+    numbers = uniform(index, images[0].numel(), *key)     # (B, 3 H W) in [0, 1)
+    return (2 * numbers - 1).view_as(images)
 
 
 # --- errors that would look like robustness ------------------------------------------------------
@@ -134,14 +139,17 @@ def check_inputs(model, images, eps=0.0, clip=True):
     low, high = images.detach().aminmax()
     if clip and not (0 <= low and high <= 1):             # a comparison with nan is False
         raise InputError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
-    most = torch.as_tensor(eps).max()
-    if clip and not 0 <= most <= 1:
-        raise InputError(f"eps={most:g}, expected 0 to 1, for example 8/255: eps is in pixel "
-                         f"units; was it meant as {most:g}/255?")
+    largest = torch.as_tensor(eps).max()
+    if clip and not 0 <= largest <= 1:
+        raise InputError(f"eps={largest:g}, expected 0 to 1, for example 8/255: eps is in pixel "
+                         f"units; was it meant as {largest:g}/255?")
 
 
 def check_logits(logits):
-    """Raise InputError for logits whose cross-entropy has no useful gradient."""
+    """Raise InputError for logits that are not finite, and for probabilities.
+
+    Both give no useful gradient, so the model would look robust.
+    """
     if not logits.isfinite().all():
         raise InputError("the model returns logits that are not finite (inf or nan)")
     if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
@@ -180,8 +188,8 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
 
     alpha: the step size in pixel units, for example 2/255, as in torchattacks; None: rel_step *
     eps. random_start: begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant
-    of data/rng.py, part of the key of the random numbers. Returns the last iterate. For restarts
-    see `restarted`.
+    of data/rng.py, so that other users of the same seed draw other numbers. Returns the last
+    iterate. `restarted` adds restarts.
     Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
@@ -200,7 +208,7 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
 
 
 def restarted(attack, restarts):
-    """Return the attack with restarts: images that survive one run are attacked again.
+    """Return the attack with restarts: images that do not fool the model are attacked again.
 
     attack: any attack with the keywords seed and index. restarts: the total number of runs. The
     first run uses the given seed, each later run another seed.
@@ -211,17 +219,17 @@ def restarted(attack, restarts):
     def repeated(model, images, labels, eps, *, seed=0, index=None, **settings):
         index = image_numbers(images, index)
         adv = attack(model, images, labels, eps, seed=seed, index=index, **settings)
-        on = (forward(model, adv).argmax(1) == labels).nonzero()[:, 0]
+        rows = (forward(model, adv).argmax(1) == labels).nonzero()[:, 0]    # not fooled yet
         eps = per_image(images, eps)
         for run in range(1, restarts):
-            if not len(on):
+            if not len(rows):
                 break
-            other = (seed + 1_000_003 * run) % 2 ** 31
-            found = attack(model, images[on], labels[on], eps[on], seed=other, index=index[on],
-                           **settings)
-            fooled = forward(model, found).argmax(1) != labels[on]
-            adv[on[fooled]] = found[fooled]
-            on = on[~fooled]
+            new_seed = (seed + 1_000_003 * run) % 2 ** 31
+            tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
+                           index=index[rows], **settings)
+            fooled = forward(model, tried).argmax(1) != labels[rows]
+            adv[rows[fooled]] = tried[fooled]
+            rows = rows[~fooled]
         return adv
     return repeated
 
@@ -240,11 +248,11 @@ def noise(model, images, labels, scale=0.068, *, kind: Literal["uniform", "gauss
     check_word("kind", kind, "uniform", "gaussian")
     check_counts(best_of=best_of)
     clean_logits(model, images, scale, clip)
-    worst, lowest = images, torch.full_like(images[:, 0, 0, 0], math.inf)
+    worst, lowest = images, torch.full_like(images[:, 0, 0, 0], math.inf)    # image and margin
     for i in range(best_of):
         z = noise_like(images, index, seed, NOISE, draw * best_of + i)
         if kind == "gaussian":
-            z = normal((z + 1) / 2)
+            z = normal((z + 1) / 2)                       # from uniform numbers in [0, 1)
         adv = images + scale * z
         adv = adv.clamp(0, 1) if clip else adv
         m = margin(forward(model, adv), labels)
@@ -294,9 +302,10 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
     The start is x + U(-eps, eps). centre: "iterate" estimates the gradient at the current image;
-    "legacy" estimates it at 2x in every step, as cleverhans 4.0.0 does. One image costs up to 2 *
-    pairs * steps = 10,240 forward passes. So an image is finished as soon as its iterate is
-    misclassified; this iterate is returned. Images that were misclassified before stay unchanged.
+    "legacy" estimates it at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
+    One image costs up to 2 * pairs * steps = 10,240 forward passes. So an image is finished as soon
+    as its iterate is misclassified; this iterate is returned. Images that are misclassified without
+    an attack stay unchanged.
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
     check_word("centre", centre, "iterate", "legacy")
@@ -305,6 +314,7 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
     index = image_numbers(images, index)
     low, high = bounds(images, eps, clip)
     x = (images + eps * noise_like(images, index, seed, START)).clamp(low, high)
+    # s: the state of the unfinished images; row i belongs to image s.row[i]. m and v are Adam's.
     s = SimpleNamespace(row=torch.arange(len(x), device=x.device), labels=labels, index=index,
                         x=x, low=low, high=high, m=torch.zeros_like(x), v=torch.zeros_like(x))
 
@@ -319,7 +329,7 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
             break
         around = s.x if centre == "iterate" else 2 * images[s.row]
         parts = zip(around.split(size), s.labels.split(size), s.index.split(size))
-        grad = torch.cat([spsa_gradient(model, *p, pairs, seed, SIGNS, t) for p in parts])
+        grad = torch.cat([spsa_gradient(model, *part, pairs, seed, SIGNS, t) for part in parts])
         s.x = (s.x - adam(grad, s.m, s.v, t, 0.01)).clamp(s.low, s.high)
         adv[s.row] = s.x
         fooled = margin(forward(model, s.x), s.labels) < 0
@@ -344,44 +354,45 @@ def project_l1(v, radius):
 
 @torch.no_grad()
 def sld(model, images, labels, l1=10.0, *, steps: int = 20, rescale=False, clip=True):
-    """Sparse L1 descent: a step spends l1 / 10 equally on the largest 1 % of grad CE's entries.
+    """Sparse L1 descent: each step spends l1 / 10 on the 1 % of entries with the largest |grad CE|.
 
-    l1: the bound of ||x_adv - x||_1, summed over all pixels and channels. At 224 px, 10 is a mean
-    change of 1/15000 per entry, so try 10, 50 and 100. rescale: True scales the move down to the L1
-    ball, as cleverhans does, instead of projecting it.
+    The entries share l1 / 10 equally. l1: the bound of ||x_adv - x||_1, summed over all pixels and
+    channels. At 224 px, l1=10 is a mean change of 1/15000 per entry, so try 10, 50 and 100.
+    rescale: True scales x_adv - x down to the L1 ball, as cleverhans does; False projects it.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
     check_counts(steps=steps)
     clean_logits(model, images, clip=clip)
-    k = max(int(0.99 * images[0].numel()), 1)
+    k = max(int(0.99 * images[0].numel()), 1)             # the k-th smallest entry begins the 1 %
     l1 = torch.as_tensor(l1, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
         mask = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values
-        v = (adv - images).flatten(1) + l1 / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
+        move = (adv - images).flatten(1) + l1 / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
         if rescale:
-            v = v * (l1 / v.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+            move = move * (l1 / move.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
         else:
-            v = project_l1(v, l1)
-        adv = images + v.view_as(images)
+            move = project_l1(move, l1)
+        adv = images + move.view_as(images)
         adv = adv.clamp(0, 1) if clip else adv
     return images + soft_threshold(adv - images, 2.0 ** -22)  # rounding must not exceed l1
 
 
 def cw_round(model, images, labels, c, confidence, steps, lr):
-    """Run Adam on ||x' - x||^2 + c max(margin + confidence, 0), x' = (tanh(w) + 1) / 2. c: (B,).
+    """Minimise ||x' - x||^2 + c max(margin + confidence, 0) by Adam, with x' = (tanh(w) + 1) / 2.
 
-    The start is x' = x. Returns the nearest successful iterates and their squared distances (B,),
-    inf where no iterate succeeded. An image is finished when its loss fell by less than 2 % within
-    a tenth of the steps. The authors' code stops the whole batch at 0.01 %. Our rule needs a third
-    of the time, and the distances are 1 % larger.
+    c: (B,). The start is x' = x. Returns the nearest successful iterates and their squared
+    distances (B,), inf if no iterate succeeded. An image is finished when its loss falls by less
+    than 2 % within a tenth of the steps. The authors' code instead stops the whole batch, at
+    0.01 %. Our rule needs a third of the time, and the distances are 1 % larger.
     """
     far = torch.full_like(c, math.inf)
     found, distance = images.clone(), far.clone()
     w = torch.atanh(0.999999 * (2 * images - 1))
+    # s: the state of the unfinished images; row i belongs to image s.row[i]. m and v are Adam's.
     s = SimpleNamespace(row=torch.arange(len(w), device=w.device), x=images, labels=labels, c=c,
                         w=w, m=torch.zeros_like(w), v=torch.zeros_like(w),
                         near=images, distance=far, last_loss=far)

@@ -393,7 +393,7 @@ def test_corruptions_start_from_bilinear_crop(tmp_path, monkeypatch):
     seen, how, tree = [], [], ImageTree(tmp_path, "val", size=56)
     monkeypatch.setattr(eval_robust, "corrupt", lambda x, *given, index, **more:
                         how.append((*given, index.tolist(), more)) or seen.append(x) or x)
-    run = alone(severities=[3], seed=7, frost_dir="ice", source=tree)
+    run = alone(severities=[3], seed=7, frost_dir="ice", test_set=tree)
     fog = dict(type="fog", jpeg85=False)
     images = eval_robust.images_of(run, "corruptions", fog)
     eval_robust.corrupted(run, loaded(lambda x: torch.zeros(len(x), 1)), images, "corruptions", fog)
@@ -439,10 +439,10 @@ def test_key_has_every_identifying_field():
     row, = made_up("m", dict(fog=50))
     others = dict(data="cifar10", data_dir="y", name="clean", settings={}, seed=1,
                   precision="bf16", images=60, weights="w", model_config=dict(depth=3), crop_pct=1)
-    keys = [results.key(row | {field: other}) for field, other in others.items()]
-    assert len({results.key(row), *keys}) == len(others) + 1
+    keys = [results.row_key(row | {field: other}) for field, other in others.items()]
+    assert len({results.row_key(row), *keys}) == len(others) + 1
     moved = row | dict(checkpoint="moved.pt", seconds=3, commit="other", torch="0")
-    assert results.key(row) == results.key(moved)
+    assert results.row_key(row) == results.row_key(moved)
 
 
 # --- how attacks are measured --------------------------------------------------------------------
@@ -463,7 +463,7 @@ def loaded(model):
 
 def row_of(model, name, settings, source, index, **given):
     m = model if isinstance(model, Loaded) else loaded(model)
-    run = alone(**dict(classes=list(source.classes), source=source, **given))
+    run = alone(**dict(classes=list(source.classes), test_set=source, **given))
     function = eval_robust.MEASURES["classification"][name]
     return function(run, m, Images(source, index), name, settings)
 
@@ -573,7 +573,7 @@ def test_only_noise_and_transfer_change_wrong_images(monkeypatch):
             monkeypatch.setattr(eval_robust, "distances", lambda adv, x: seen.append(
                 adv[:, 0, 0, 0].tolist()) or torch.zeros(2, 4))
             row_of(Zero().eval(), name, dict(draws=1, **conditions), source, torch.arange(2),
-                   other=loaded(Zero().eval()))
+                   source_model=loaded(Zero().eval()))
             both = name in ("noise", "transfer") or conditions
             assert seen == [[1, bool(both)]], (name, conditions)
 
