@@ -614,7 +614,7 @@ def pick(n, name, args, data):
     return epoch_order(n, epoch=0, seed=args.seed)[:args.limit or default_limit]
 
 
-def open_folder(flag, path, classes, size, crop_pct=DEFAULT_CROP_PCT):
+def open_folder(flag, path, classes, size, crop_pct):
     """Open the folder of a flag, <class>/* for some of `classes`, as an ImageTree.
 
     A label is an index into the whole list `classes`. Error messages name the flag.
@@ -643,7 +643,8 @@ def images_of(run, name, settings):
     if run.test_set is None and name not in ("imagenet_a", "imagenet_r"):
         raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
     if name in FOLDERS:
-        tree = open_folder(name, getattr(args, name), run.classes, run.size)
+        tree = open_folder(name, getattr(args, name), run.classes, run.size,
+                           crop_pct=args.crop_pct or DEFAULT_CROP_PCT)
         data_dir = absolute_path(getattr(args, name))
         if name == "imagenet_o":                          # is compared with images of val/
             data_dir += f" and {absolute_path(run.data_dir)}"
@@ -1230,6 +1231,8 @@ def main():
                        precision="tf32" if args.tf32 else "float32")
             if run.task == CLS and run.data == "imagenet":
                 row["crop_pct"] = args.crop_pct or DEFAULT_CROP_PCT
+                if "released" in settings:                # ImageNet-C's files are already cropped
+                    row["crop_pct"] = 1.0
             if row_key(row) in rows:                      # same weights, data, settings, ...
                 continue
             began = time.perf_counter()

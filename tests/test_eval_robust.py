@@ -332,14 +332,16 @@ def trees(tmp_path_factory):
 def test_imagenet_a_and_o_use_their_classes(trees, tmp_path):
     folder, model, classes = trees
     how = ("--ckpt", folder / "m.pt", "--num_workers", 0)
-    a, = rows_of(tmp_path / "a", *how, "--imagenet_a", folder / "a", "--measures",
-                 "imagenet_a")                                              # no val/ is needed
-    tree = ImageTree(folder, "a", classes, 32, subset=True)
-    logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
-    right = logits.argmax(1) == tree.labels - 2
-    order = eval_robust.pick(6, "imagenet_a", alone().args, "imagenet")
-    assert torch.equal(unpack(a["right"], 6), right[order]) and 0 < right.sum() < 6
-    assert a["classes"] == 3 and "top5" not in a and a["data_dir"] == str(folder / "a")
+    for crop_pct in (0.875, 0.5):
+        a, = rows_of(tmp_path / str(crop_pct), *how, "--imagenet_a", folder / "a", "--measures",
+                     "imagenet_a", "--crop_pct", crop_pct)                  # no val/ is needed
+        tree = ImageTree(folder, "a", classes, 32, subset=True, crop_pct=crop_pct)
+        logits = model(torch.stack([tree[i][0] for i in range(6)]).float() / 255)[:, 2:5]
+        right = logits.argmax(1) == tree.labels - 2
+        order = eval_robust.pick(6, "imagenet_a", alone().args, "imagenet")
+        assert torch.equal(unpack(a["right"], 6), right[order]) and 0 < right.sum() < 6
+        assert a["classes"] == 3 and "top5" not in a and a["data_dir"] == str(folder / "a")
+        assert a["crop_pct"] == crop_pct
 
     beside = "--imagenet_o", folder / "o", "--data_dir", folder, "--measures", "imagenet_o"
     o, = rows_of(tmp_path / "o", *how, *beside)
