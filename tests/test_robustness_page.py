@@ -61,7 +61,8 @@ def smaller(command):
 @pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
 def test_commands_run(place, monkeypatch, capsys, command):
     monkeypatch.chdir(place)
-    monkeypatch.setattr(checks, "run_checks", lambda *given, **more: print("| checks of |", given[3]))
+    monkeypatch.setattr(checks, "run_checks",
+                        lambda model, images, labels, name, **more: print("| checks of |", name))
     script, flags = smaller(command)
     call(MAINS[script], flags)
     assert "| " in capsys.readouterr().out or script == "corrupt_folder.py"
