@@ -167,7 +167,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step.
-    keep: (B, N) bool, False for padding tokens. They do not change the result of other tokens.
+    keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
     ValueError for an argument outside these ranges.
 
     K, S, L and Z are float32 or float64. For bf16 inputs, the error after four steps is 0.4 % with

@@ -601,7 +601,7 @@ LOAD = {CLS: load_images, SEG: load_masks, LM: load_texts}
 # --- images of a measure --------------------------------------------------------------------------
 
 class Images(NamedTuple):
-    """The images of a measure, some of a data set; for a language model, the tokens of a text."""
+    """The images of a data set that a measure uses; for a language model, the tokens of a text."""
     dataset: object                      # a Split, an ImageTree, a Text, ...: see Run.test_set
     index: torch.Tensor                  # (n,) int64: the numbers of the images in the data set
     data_dir: str | None = None          # absolute path of the folder, or None
@@ -755,8 +755,8 @@ def batches(run, images, label="", at_least=0):
     label: text of the progress bar. at_least: batches are joined until they contain at least this
     number of images.
     Yields (pixels (b, 3, S, S) uint8, labels (b,), numbers (b,), place (b,)). numbers: the numbers
-    of the images in the data set. place: the positions of these numbers in images.index, and so the
-    rows of the results, (n, ...).
+    of the images in the data set. place: the positions of these numbers in images.index. Results
+    (n, ...) have their rows in the order of images.index, so `place` also selects rows of results.
     """
     dataset, index = images.dataset, images.index
     share = torch.arange(len(index))[run.rank::run.world]
@@ -977,7 +977,7 @@ def attack_images(run, m, images, name, settings):
             hits[result["draw"], place] = correct(result["logits"].float(), labels)
             moved[place] = torch.maximum(moved[place], distances(adv, x))
 
-        # AutoAttack alone has stages. stage["robust"] has one value per attacked image: True until
+        # Only AutoAttack has stages. stage["robust"] has one value per attacked image: True until
         # a stage fools the model. Until then the model predicts labels_to_leave, so the image is
         # right if this is the true label. For all other images, the final result counts.
         was_attacked = right["clean"]                     # (b,) bool

@@ -92,9 +92,9 @@ def steps_and_restarts(model, x, y, eps, options):
     again = restarted(pgd, 5)(model, x, y, eps, **{**options, "random_start": True})
     again = is_right(model, again, y)
     found, slack = int(left[steps].sum()), noise_level(len(y))
-    parts = {f"{5 * steps} steps fool no more than {steps}":
+    parts = {f"{5 * steps} steps fool no more images than {steps} steps":
              found - int(left[5 * steps].sum()) <= slack,
-             "5 restarts fool no more": found - int(again.sum()) <= slack}
+             "5 restarts fool no more images": found - int(again.sum()) <= slack}
     shares = listed(map(share_of, left.values()))
     return parts, (f"at {255 * eps:g}/255 PGD leaves {shares} % after "
                    f"{' '.join(map(str, numbers))} steps; {share_of(again):.1f} % with "
