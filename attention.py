@@ -34,8 +34,8 @@ The paper's text and its released code differ. Each difference is an argument he
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
 The defaults follow the released code. `FORMS` names three combinations of the choices in the first
-three rows. The two thresholds are different rules for every lambda: if all keys are doubled,
-lambda * mu is halved and lambda / mu is doubled.
+three rows. No choice of lambda makes the two thresholds equal for all keys: if all keys are
+doubled, mu is halved, so lambda * mu is halved and lambda / mu is doubled.
 """
 
 import math
@@ -105,8 +105,8 @@ def soft_threshold(x, tau):
 class SoftThreshold(torch.autograd.Function):
     """S = sign(x) max(|x| - tau, 0), computed as x - clamp(x, -tau, tau).
 
-    The formula alone gives the same S. Autograd would then keep three tensors per PAP step for the
-    backward pass instead of one, and a training step would take about 3 % longer.
+    Without this class, autograd would keep three tensors per PAP step for the backward pass instead
+    of one, and a training step would take about 3 % longer.
     """
     generate_vmap_rule = True
 
@@ -167,7 +167,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step.
-    keep: (B, N) bool, False for padding tokens, which change no other token.
+    keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
     ValueError for an argument outside these ranges.
 
     K, S, L and Z are float32 or float64. For bf16 inputs, the error after four steps is 0.4 % with

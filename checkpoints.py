@@ -4,10 +4,10 @@
     m = load_built("my.py:build", "cpu", size=224)                  # any classifier
     notes = load_weights(model, file, new_head=True)                # to fine-tune DeiT, timm, FAN
 
-Other projects: DeiT and timm ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`. Their files do not store
-everything that the network computes: the number of heads, the epsilon of the norms and the
-normalisation of the pixels are missing. `foreign_vit` assumes the usual values, lists each
-assumption as a sentence, and has an argument that replaces it.
+Other projects: DeiT and timm ViTs, `NVlabs/FAN`, `rachtsy/KPCA_code`. Their files do not store all
+settings: the number of heads, the epsilon of the norms and the normalisation of the pixels are
+missing. `foreign_vit` assumes the usual values and returns one sentence per assumption. Its
+arguments replace the assumed values.
 """
 
 import importlib.util
@@ -62,7 +62,7 @@ def foreign_vit(checkpoint, weights="model", num_heads=None, eps=None, normalize
     notes = []
     if num_heads is None:
         notes.append(f"--num_heads {settings['num_heads']} is assumed, because the tokens are "
-                     f"{settings['embed_dim']} wide and most ViTs have one head per 64")
+                     f"{settings['embed_dim']} wide and heads of most ViTs are 64 wide")
     if eps is None:
         notes.append(f"--norm_eps {ViTConfig.eps:g} is assumed, as in DeiT and timm")
     if normalize == "imagenet":
@@ -88,8 +88,8 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
     """
     c, own, notes = model.config, model.state_dict(), []
     if checkpoint.get("task", CLS) != CLS:
-        raise InputError(f"its task is {checkpoint['task']}, expected {CLS}: only a classifier's "
-                         f"checkpoint has the weights of this network")
+        raise InputError(f"the file's task is {checkpoint['task']}, expected {CLS}: only a "
+                         f"classifier's checkpoint has the weights of this network")
     state = find_weights(checkpoint, weights)
 
     # RPC and symmetric attention have weights of equal shapes: compare the stored attention, too.
@@ -103,7 +103,7 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
         raise InputError(f"the file has {', '.join(unknown[:4])}, which this model does not "
                          f"compute; expected a plain ViT with one class token")
 
-    # Adapt the positions to another image size, and the head to other classes.
+    # Adapt the position embeddings to another image size, and the head to other classes.
     positions, head = state.get("pos_embed"), state.get("head.weight")
     if positions is not None and "pos_embed" in own and positions.shape[1] != c.num_tokens:
         side = c.image_size // c.patch_size
@@ -125,10 +125,10 @@ def load_weights(model, checkpoint, new_head=False, mode="bicubic", weights="mod
 def find_weights(checkpoint, weights="model"):
     """Return the weights in a checkpoint as a new dict with the names that vit.py and fan.py use.
 
-    weights: "model", stored under one of `WEIGHTS` or without a name; or "ema", the average over
-    the training steps, stored as "model_ema", "state_dict_ema" or "ema". A prefix that a
-    wrapper puts before each name ("module.", "_orig_mod.") is removed. InputError if the file does
-    not contain these weights.
+    weights: "model", stored under one of the names in `WEIGHTS`, or directly as the checkpoint; or
+    "ema", the average over the training steps, stored as "model_ema", "state_dict_ema" or "ema". A
+    prefix that a wrapper puts before each name ("module.", "_orig_mod.") is removed. InputError if
+    the file does not contain these weights.
     """
     def holds_weights(x):
         return isinstance(x, dict) and any(torch.is_tensor(w) for w in x.values())
@@ -140,8 +140,8 @@ def find_weights(checkpoint, weights="model"):
     if state is None:
         held = "weights alone" if alone else ", ".join(checkpoint) or "nothing"
         raise InputError(f"the file has no weights named {' or '.join(names)}; it holds "
-                         f"{held:.200}. Expected a dict of tensors there; torch.save("
-                         f"model.state_dict(), FILE) writes one")
+                         f"{held:.200}. Expected a dict of tensors under such a name, or alone, as "
+                         f"torch.save(model.state_dict(), FILE) writes it")
     prefixes = [name.removesuffix("cls_token") for name in state if name.endswith("cls_token")]
     if len(prefixes) > 1:
         raise InputError(f"the file holds several networks, {', '.join(prefixes)}; expected one")
@@ -244,7 +244,7 @@ class Loaded(NamedTuple):
     about: dict                          # the model's fields of each row
     given: str                           # the flag and the path, for errors
     size: int | None                     # pixels per side of its images
-    origin: str = "ours"                 # a key of ORIGINS
+    origin: str = "ours"                 # or "foreign" (another project) or "function" (--model)
     checkpoint: dict = {}                # our checkpoint without its weights
     trained: dict = {}                   # the flags of its training
     classes: list | None = None          # class names
@@ -286,7 +286,7 @@ def describe_model(model, defaults, path):
     usual, config = ({**fields, **fields["pap"], "pap": None}
                      for fields in (vars(defaults), vars(model.config)))
     config = {k: v for k, v in config.items() if v != usual.get(k)}
-    config = json.loads(json.dumps(config))               # as a row that is read back has it
+    config = json.loads(json.dumps(config))               # tuples become lists, as in a stored row
     kind = kind_of(model.config)
     return dict(model=kind, kind=kind, checkpoint=str(path), weights=weights_checksum(model),
                 model_config=config)
@@ -303,7 +303,8 @@ def load_checkpoint(path, device, flag="--ckpt", weights="model", **foreign):
         if "task" not in checkpoint:
             return load_foreign(checkpoint, path, device, given, weights, foreign)
         if not checkpoint.get(weights):
-            raise InputError(f"it has no {weights} weights; train with --ema to have them")
+            raise InputError(f"the checkpoint has no {weights} weights; train with --ema to store "
+                             f"them")
         model, defaults = rebuild_ours(checkpoint | dict(model=checkpoint[weights]))
     model = model.to(device).requires_grad_(False)
     about = describe_model(model, defaults, path)
@@ -338,7 +339,10 @@ def load_foreign(checkpoint, path, device, given, weights, foreign):
 
 
 class Built(torch.nn.Module):
-    """A user's classifier: pixels in, float32 logits out, whatever type and container it uses."""
+    """A user's classifier `net`, from float32 pixels to logits in float32 or wider.
+
+    net may compute in another dtype, and may return its logits in a tuple, a dict or an object.
+    """
 
     def __init__(self, net, given):
         super().__init__()
@@ -362,7 +366,7 @@ class Built(torch.nn.Module):
                      if isinstance(logits, dict) else f"a tensor {tuple(logits.shape)}"
                      if torch.is_tensor(logits) else f"a {type(logits).__name__}")
             raise InputError(f"{self.given} returns {found}, expected logits (B, classes): a "
-                             "tensor, the first of a tuple, or called logits")
+                             "tensor, the first entry of a tuple, or an entry named logits")
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -370,7 +374,7 @@ def import_file(path):
     """Import a user's Python file, a Path; return the module.
 
     The file's folder becomes a package, so that relative imports work, and joins sys.path, so that
-    `import sibling` works. Dataclasses look their module up in sys.modules.
+    `import sibling` works. The module joins sys.modules, where its dataclasses look for it.
     """
     folder = str(path.resolve().parent)
     package = types.ModuleType(f"user_model_{checksum(folder.encode())}")
@@ -402,7 +406,8 @@ def load_built(text, device, size):
               if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         raise InputError(f"{given}: {name} needs the arguments {', '.join(needed)}, expected a "
-                         f"function without arguments; give each a default, or add such a function")
+                         f"function without arguments; give each argument a default, or add such "
+                         f"a function")
 
     torch.manual_seed(0)                                  # the same weights on every process
     net = build()

@@ -17,15 +17,16 @@ numbers.
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
 
 Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value. An
-attack leads away from the true class. The arithmetic is float32. An image that a model classifies
-wrongly is not attacked and counts as not robust; only noise and transfer change all images. Top-1
-and top-5 are measured on the same attacked image. Random numbers depend on (seed, image) alone, so
-the batch size, the number of processes and a second run do not change them.
+attack changes an image so that the model no longer predicts the true class. The arithmetic is
+float32. An image that a model classifies wrongly is not attacked and counts as not robust; only
+noise and transfer change all images. Top-1 and top-5 are measured on the same attacked image.
+Random numbers depend on (seed, image) alone, so the batch size, the number of processes and a
+second run do not change them.
 
---preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): on normalised images,
-away from the model's own prediction, and without clipping. So it attacks all images. Normalised
-pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255.
+--preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): it attacks normalised
+images and does not clip them (PAPER_CLIPS lists exceptions). The model's own prediction takes the
+place of the true class, so misclassified images are attacked, too. Normalised pixels are divided by
+their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0.226/255.
 """
 
 import argparse
@@ -96,7 +97,7 @@ PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER = dict(noise=dict(scale=0.3),
              sld=dict(rescale=True),                      # scale into the L1 ball, do not project
              cw=dict(confidence=10.0),
-             spsa=dict(eps=0.1, centre="legacy"))         # gradient at 2x, as in cleverhans 4.0.0
+             spsa=dict(eps=0.1, centre="legacy"))         # gradient at 2 * image: cleverhans 4.0.0
 # With --preset paper, these attacks clip normalised images to [0, 1]. The others do not clip.
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")
 DEFAULT_CROP_PCT = 0.875
@@ -203,7 +204,8 @@ def get_args():
     flag = p.add_argument_group("running").add_argument
     flag("--out_dir", help="write results.jsonl and table.md to this folder; rows that it "
          "already contains are not computed again (default: robust/ in the first checkpoint's run "
-         "folder, else in out/NAME)")
+         "folder; for a checkpoint FILE outside a run folder, out/FILE/robust; for --model alone, "
+         "out/model/robust)")
     flag("--batch_size", type=count, help="use this many images or windows of text per batch "
          "(default: depends on the image size and the memory; 64 windows of text)")
     flag("--tf32", action=boolean, default=False, help="use TF32 on a GPU, also in attacks: matrix "
@@ -461,8 +463,8 @@ def load_images(models, run):
         if args.crop_pct:
             raise InputError(f"--crop_pct applies to --data imagenet, not to {run.data}")
         flags = argparse.Namespace(data=run.data, data_dir=run.data_dir, device=run.device)
-        # The flags of the training show whether --data_dir is the training's folder. In any other
-        # folder, load_test uses val/, or all images if there is no val/.
+        # If run.data_dir is not the folder of the training, load_test uses val/, or all images if
+        # there is no val/.
         test_set = load_test(flags, trained=first.trained, size=run.size, classes=classes)
     else:
         # A network without class names that has 1,000 logits is taken for an ImageNet network.
@@ -517,8 +519,8 @@ def load_masks(models, run):
     """
     from data.views import load_segmentation
     first = models[0]
-    # keep_best=False is for checkpoints that do not store this flag. load_segmentation uses all
-    # images of a folder that is not the training's.
+    # A checkpoint without the flag keep_best counts as trained without it. If data_dir is not the
+    # folder of the training, load_segmentation uses all images of data_dir.
     flags = {"keep_best": False, **first.trained, "data": run.data, "data_dir": run.data_dir}
     test_set = load_segmentation(argparse.Namespace(**flags), "test", trained=first.trained)
     trained, names = list(first.classes or test_set.classes), list(test_set.classes)
@@ -599,7 +601,7 @@ LOAD = {CLS: load_images, SEG: load_masks, LM: load_texts}
 # --- images of a measure --------------------------------------------------------------------------
 
 class Images(NamedTuple):
-    """The images of a measure, some of a data set; for a language model, the tokens of a text."""
+    """The images of a data set that a measure uses; for a language model, the tokens of a text."""
     dataset: object                      # a Split, an ImageTree, a Text, ...: see Run.test_set
     index: torch.Tensor                  # (n,) int64: the numbers of the images in the data set
     data_dir: str | None = None          # absolute path of the folder, or None
@@ -753,8 +755,8 @@ def batches(run, images, label="", at_least=0):
     label: text of the progress bar. at_least: batches are joined until they contain at least this
     number of images.
     Yields (pixels (b, 3, S, S) uint8, labels (b,), numbers (b,), place (b,)). numbers: the numbers
-    of the images in the data set. place: the positions of these numbers in images.index, and so the
-    rows of the results, (n, ...).
+    of the images in the data set. place: the positions of these numbers in images.index. Results
+    (n, ...) have their rows in the order of images.index, so `place` also selects rows of results.
     """
     dataset, index = images.dataset, images.index
     share = torch.arange(len(index))[run.rank::run.world]
@@ -929,8 +931,8 @@ def attack_of(run, name, settings):
     return attack_source
 
 
-# An attack with the keyword batch_size gets at least this number of images at once. It makes its
-# own batches of the images that do not fool the model yet, so its batches stay full.
+# An attack with the keyword batch_size gets at least this number of images at once. The attack
+# divides the images that do not fool the model yet into batches, so the batches stay full.
 MANY_IMAGES = 4096
 STAGES = ("clean", "apgd-ce", "apgd-t", "fab-t", "square")    # AutoAttack's order
 
@@ -951,7 +953,7 @@ def attack_images(run, m, images, name, settings):
     stages = torch.zeros(len(STAGES), n)
     for pixels, labels, numbers, place in batches(run, images, label,
                                                   at_least=MANY_IMAGES if own_batches else 0):
-        # Choose the model to attack, its inputs, and the labels that the attack leads away from.
+        # Choose the model to attack, its inputs, and the labels that the attack tries to change.
         x = pixels_of(pixels)
         model, inputs, labels_to_leave = m.model, x, labels
         if paper:                                         # normalised images, predicted labels
@@ -975,9 +977,9 @@ def attack_images(run, m, images, name, settings):
             hits[result["draw"], place] = correct(result["logits"].float(), labels)
             moved[place] = torch.maximum(moved[place], distances(adv, x))
 
-        # stage["robust"] contains the images that AutoAttack attacked: True if no stage until now
-        # has fooled the model. The model still classifies such an image as labels_to_leave. For
-        # all other images, the final result counts. Other attacks have no stages.
+        # Only AutoAttack has stages. stage["robust"] has one value per attacked image: True until
+        # a stage fools the model. Until then the model predicts labels_to_leave, so the image is
+        # right if this is the true label. For all other images, the final result counts.
         was_attacked = right["clean"]                     # (b,) bool
         right_unfooled = (labels_to_leave == labels).cpu()
         right_finally = hits[0, place, 0].cpu() > 0
@@ -1195,11 +1197,11 @@ def check_models(run, models, todo):
 
 
 def out_dir(args):
-    """Return --out_dir; default: robust/ in the first checkpoint's run folder, else in out/NAME."""
+    """Return the folder of the results: --out_dir, robust/ in a run folder, or out/FILE/robust."""
     path = Path(args.ckpt[0] if args.ckpt else "out/model")
     folder = path if path.is_dir() else path.parent
     if not path.is_dir() and not (folder / "log.jsonl").exists():   # a file outside a run folder
-        folder = Path("out", path.stem)                   # NAME is the name of the file
+        folder = Path("out", path.stem)                   # for --model: out/model
     return Path(args.out_dir or folder / "robust")
 
 
@@ -1220,7 +1222,7 @@ def main():
     # For each measure and each model, compute the row if results.jsonl does not have it yet.
     path, hardware = out_dir(args) / "results.jsonl", common.describe(run.device)
     rows = open_rows(path, run.rank)                      # {row_key(row): row}
-    old = f" | {len(rows)} rows are there" if rows else ""
+    old = f" | {len(rows)} rows already stored" if rows else ""
     print0(f"{len(models)} models | {run.task} | {run.data} | {run.world} x {hardware} | {path}"
            f"{old}")
     for name, settings, images in todo:

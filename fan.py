@@ -195,8 +195,8 @@ class FANBlock(Block):
 class ClassBlock(FANBlock):
     """Block that updates the class token by attention and an MLP.
 
-    Attention and MLP do not change the patch tokens. The norms do, and the last line doubles the
-    patch tokens, as in NVlabs/FAN.
+    Attention and MLP do not change the patch tokens. The norms change them, and the last line
+    doubles them, as in NVlabs/FAN.
     """
 
     def forward(self, x):

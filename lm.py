@@ -200,8 +200,8 @@ def reads_the_future(model):
 
     Runs the model on two texts that agree in the first half and differ in every later word. If the
     model does not read the future, the hidden states of the first half are equal up to rounding.
-    This test finds every attention without a causal mask. It finds a mean |K| over all words only
-    if a key exceeds the threshold of S, as after some training.
+    This test finds every attention without a causal mask. It finds mu_over="all" only if S is not
+    zero, which can need some training.
     """
     c, training = model.config, model.training
     half, words = c.context // 2, torch.Generator().manual_seed(0)

@@ -20,7 +20,7 @@ import argparse
 import csv
 from pathlib import Path
 
-import common  # before torch
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont

@@ -63,13 +63,13 @@ def read_rows(path):
 
 
 def open_rows(path, rank):
-    """Return the rows of a results.jsonl as `read_rows` does, {} for a new file; make its folder.
+    """Read the rows of a results.jsonl, {row_key(row): row}, {} for a new file; make its folder.
 
     rank: this process's number. Only rank 0 writes.
     """
     rows = read_rows(path)
     if dist.is_initialized():
-        dist.barrier()                                    # rank 0 writes after all have read
+        dist.barrier()                                    # rank 0 waits for all readers
     if rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def worst_cases(rows):
     """Yield rows with the worst case over attacks: an image must be right under every attack.
 
     There is one row per model and L-infinity budget with at least two attacks. Attacks can have
-    different numbers of images, but the order of images is the same, so they share the first n.
+    different numbers of images in the same order, so the row uses the images that all attacks have.
     """
     groups = {}                                           # {key without the attack: its rows}
     for row in rows:
@@ -192,8 +192,8 @@ def worst_cases(rows):
 def settings_as_words(rows):
     """Return (words, shared).
 
-    words: one list per row of its settings, "setting=value". shared: {measure: the words that all
-    rows of the measure have}.
+    words: for each row, the list of its settings, each as "setting=value". shared: {measure: the
+    words that all rows of the measure have}.
     """
     words, shared = [], {}
     for row in rows:

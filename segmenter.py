@@ -101,7 +101,7 @@ class MaskDecoder(nn.Module):
         self.proj_dec = nn.Linear(C, C)
         cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
-        later = "symmetric" if c.decoder_attn == "rpc" else c.decoder_attn    # PAP: block 0
+        later = "symmetric" if c.decoder_attn == "rpc" else c.decoder_attn    # in blocks 1, ...
         self.blocks = nn.ModuleList(
             Block(C, SelfAttention(C, c.decoder_heads, later if i else c.decoder_attn, pap=c.pap,
                                    attn_drop=drop, proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)

@@ -160,9 +160,9 @@ class ViT(nn.Module):
             for i in range(c.depth))
 
     def init_weights(self):
-        """Draw the initial weights from a truncated normal distribution with std 0.02.
+        """Draw the position embeddings and the class token from a truncated normal, std 0.02.
 
-        These are the positions, the class token and, with init="trunc_normal", the Linear weights.
+        With init="trunc_normal", draw the weights of Linear layers in the same way.
         """
         for token in (self.pos_embed, self.cls_token):
             if isinstance(token, nn.Parameter):         # in a FAN, pos_embed is a module

@@ -41,7 +41,7 @@ def folder(split, args):
 class DataSet(NamedTuple):
     """A data set of train_cls.py."""
     load: Callable                              # (split, args) -> Split or Dataset
-    recipe: dict                                # flags of train_cls.py; photo_flags chooses None
+    recipe: dict                                # flags; None: data/photos.py chooses a value
 
 
 # To add a data set, write a function, and add an entry here. --data NAME selects the entry.
@@ -66,7 +66,7 @@ DATASETS = {
 
 
 def load_part(split, args):
-    """Load one part of the data set args.data: "train" or "test"; of a folder also "val" or "all".
+    """Load one part of the data set args.data: "train" or "test"; for a folder also "val", "all".
 
     args: a run's flags.
     """

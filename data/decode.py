@@ -45,8 +45,8 @@ def checked_png(data):
     """Return the bytes of a PNG file, reduced to the chunks that its pixels depend on.
 
     Raises ValueError if a checksum is wrong or the file ends early, because Pillow does not check
-    the checksums of pixels. Drops texts and colour profiles, which alone can make Pillow reject a
-    file.
+    the checksums of pixels. Drops texts and colour profiles, because a bad one can make Pillow
+    reject a file whose pixels are intact.
     """
     kept, start = [PNG], len(PNG)
     while kept[-1][4:8] != b"IEND":

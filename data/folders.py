@@ -52,8 +52,8 @@ def print_left_out(folder, names, why):
 def scan_folders(root):
     """List root/<class>/<image>: {class name: paths of its images, sorted}; {} without a root.
 
-    Hidden files and folders are left out. So are folders without an image directly inside, and
-    files that are not images; printed lines name some of these. Class names are `printable`.
+    Left out: hidden files and folders, folders without an image directly inside, and files that are
+    not images. Printed lines name some of the last two. Class names are `printable`.
     """
     entries = os.scandir(root) if os.path.isdir(root) else []
     folders = [entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)]
@@ -100,8 +100,8 @@ def divide(files, groups, root, keep_best, given=None):
 
     groups: lists of names, one per class; hold_out_by_name chooses from each. Without keep_best,
     "val" is empty. "train" contains the other files. "all" is for networks that were not trained on
-    this folder: all files. given: the files of the folder's own evaluation part; then "test" and
-    "all" are these files, and none of `files` is held out for "test".
+    this folder: all files. given: the files in the folder's own val/ or validation/, if there is
+    one; then "test" and "all" are these files, and none of `files` is held out for "test".
     """
     held = [hold_out_by_name(group, root, given is None, keep_best) for group in groups]
     val, test = (set().union(*(pair[i] for pair in held)) for i in (0, 1))

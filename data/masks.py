@@ -157,8 +157,8 @@ def pairs(root, split=""):
         example = f"; {printable(alone[0])} has no partner" if alone else ""
         raise InputError(f"--data_dir {printable(root)}: {len(images)} images in "
                          f"{printable(Path(root, 'images', split))} and {len(labels)} .png files "
-                         f"in {printable(Path(root, 'annotations', split))}, but no two with the "
-                         f"same name{example}")
+                         f"in {printable(Path(root, 'annotations', split))}, but no image and "
+                         f".png file have the same name{example}")
     print_left_out(Path(root, "*", split), alone, "there is no partner of the same name")
     return {stem: (path, labels[stem]) for stem, path in images.items() if stem in labels}
 
@@ -270,8 +270,8 @@ def mask_flags(args):
     if keep_best is None:
         keep_best = bool(find_pairs(args.data_dir, True)["val"])
         if not keep_best:
-            print0(f"{root} has too few pairs to hold out one that chooses best.pt (expected 3, or "
-                   f"2 in training/), so last.pt is reported")
+            print0(f"{root} has too few pairs to hold one out to choose best.pt (expected 3, or 2 "
+                   f"in training/), so last.pt is reported")
     files = find_pairs(args.data_dir, keep_best)
     side = median_side([label for _, label in files["train"]])
     recipe = dict(mask_recipe(len(files["train"]), side), keep_best=keep_best)

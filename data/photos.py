@@ -51,8 +51,8 @@ def photo_flags(args):
         small = set(range(len(classes))) - {label for _, label in files["val"]}
         keep_best = not small
         if small:
-            print0(f"{root}: class {classes[min(small)]} has too few images to hold out one that "
-                   f"chooses best.pt (expected 3, or 2 in train/), so last.pt is reported")
+            print0(f"{root}: class {classes[min(small)]} has too few images to hold one out to "
+                   f"choose best.pt (expected 3, or 2 in train/), so last.pt is reported")
     classes, files = find_photos(args.data_dir, keep_best)
     side = median_side([path for path, _ in files["train"][::7]])
     recipe = dict(photo_recipe(len(files["train"]), side), keep_best=keep_best)

@@ -1,7 +1,7 @@
 """Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
 
 A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. An <eos> is
-added to every line, also to a blank one (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text
+added to every line, also to blank lines (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text
 and Python's documentation are converted to such files in out/cache. Every run computes the ids of
 the words again, in memory; this takes a minute for WikiText-103.
 

@@ -1,7 +1,7 @@
 """Images with a class per pixel: load them, make training views of them, draw them.
 
     views = TrainingViews(load_segmentation(args, "train"), size=512)
-    image, label, place = views[position, index]          # (3, S, S), (S, S), uint8; 255: ignored
+    image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S), uint8; 255: ignored
 
 The training transforms come from mmsegmentation 0.14.1, in the order of
 `rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
@@ -78,12 +78,12 @@ def resize(x, size):
         return x
     x = x[None]
     if x.dtype == torch.uint8:
-        x = x.contiguous(memory_format=torch.channels_last)         # 4 x as fast as planes
+        x = x.contiguous(memory_format=torch.channels_last)         # 4 x as fast as contiguous
     return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
 def resized(height, width, long, short):
-    """Scale (height, width) to the largest with long side <= long and short side <= short."""
+    """Scale (height, width) by the largest factor with long side <= long, short side <= short."""
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
@@ -99,9 +99,9 @@ def varied(label):
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     """Resize an image by a random factor, crop and flip it. draw: VIEW_COLUMNS numbers in [0, 1).
 
-    The image is resized to a long side of at most 4 size r and a short side of at most size r, with
-    r uniform in `scales`. Then the image is cropped to size x size; a shorter side is not cropped.
-    A crop that is not `varied` is drawn again, at most REDRAWS times.
+    The image is resized to a long side of at most 4 * size * r and a short side of at most
+    size * r, with r uniform in `scales`. Then the image is cropped to size x size; a side shorter
+    than size is not cropped. A crop that is not `varied` is drawn again, at most REDRAWS times.
 
     Returns:
         image (3, size, size) uint8, padded with 0 on the right and below

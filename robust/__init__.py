@@ -7,8 +7,8 @@
     right = evaluate(model, images, labels, {"pgd": partial(pgd, eps=2 / 255)})
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
-This folder is a library: it imports nothing of the project except common.py, attention.py and
-data/rng.py. eval_robust.py evaluates whole data sets with it; see docs/robustness.md.
+This folder is a library: from the project, it imports only common.py, attention.py and data/rng.py.
+eval_robust.py evaluates whole data sets with it; see docs/robustness.md.
 """
 
 import inspect
@@ -68,8 +68,8 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, seed=0, index=No
     attack_wrong: True also attacks the images that are misclassified without an attack; by default
         these images stay unchanged.
     trace: a list that receives one dict per attack and draw: attack (its name), draw, adv (the
-        adversarial images), logits (of adv), and stages, a list that the attack filled as its own
-        argument trace.
+        adversarial images), logits (of adv), and stages (what the attack appended to the list
+        that it received as its own argument trace).
 
     Returns:
         a dict of (n,) bool, True for a correct answer. "clean": without an attack. Each attack's

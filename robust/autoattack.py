@@ -74,7 +74,7 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
     follows the gradient of each surrogate in turn. draw: a different number gives a different
     random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. The source takes all steps
     for every image. Here a misclassified image leaves the batch at the next multiple of ten steps.
-    Both return the last misclassified iterate.
+    The source and this function return the last misclassified iterate.
     """
     check_counts(steps=steps)
     check_word("loss", loss, "ce", "dlr")
@@ -268,7 +268,8 @@ def fab_step(s, model, targets, low, high):
     x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
     b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
 
-    # Project x and the clean x0 onto the boundary; take a point between them, nearer to x.
+    # Project x and the clean x0 onto the boundary. Take a point between the two projections, nearer
+    # to the projection of x.
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
     a, a0 = linf_norm(d).clamp_min(1e-8).view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
@@ -276,8 +277,8 @@ def fab_step(s, model, targets, low, high):
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
     x = x.clamp(low, high).view_as(s.x)
 
-    # Keep a point that fools the model and is nearer than before. Continue from a point that is
-    # closer to x0 than any point that fools the model.
+    # Keep the nearest point that fools the model. If the new point fools the model, continue from
+    # a point a tenth of the way back to x0; otherwise continue from the new point.
     fooled = forward(model, x).argmax(1) != s.labels
     away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)

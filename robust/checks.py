@@ -1,10 +1,11 @@
 """Check whether a model's robust accuracy is reliable: eval_robust.py --checks.
 
-An attack that fails does not prove that a model is robust. Its gradients may be misleading, or it
-may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means that attacks
-along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et al. 2019;
-`fra31/auto-attack:autoattack/checks.py`). --measures sets PGD, for example "pgd steps=40". Checks 2
-to 4 use the budget at which the accuracy under PGD is nearest to half of the clean accuracy.
+An attack that fails does not prove that a model is robust. The gradients may mislead the attack, or
+the attack may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means
+that attacks along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et
+al. 2019; `fra31/auto-attack:autoattack/checks.py`). --measures changes the settings of PGD, for
+example "pgd steps=40". Checks 2 to 4 use the budget at which the accuracy under PGD is nearest to
+half of the clean accuracy.
 """
 
 import time
@@ -91,9 +92,9 @@ def steps_and_restarts(model, x, y, eps, options):
     again = restarted(pgd, 5)(model, x, y, eps, **{**options, "random_start": True})
     again = is_right(model, again, y)
     found, slack = int(left[steps].sum()), noise_level(len(y))
-    parts = {f"{5 * steps} steps take no more than {steps}":
+    parts = {f"{5 * steps} steps fool no more images than {steps} steps":
              found - int(left[5 * steps].sum()) <= slack,
-             "5 restarts take no more": found - int(again.sum()) <= slack}
+             "5 restarts fool no more images": found - int(again.sum()) <= slack}
     shares = listed(map(share_of, left.values()))
     return parts, (f"at {255 * eps:g}/255 PGD leaves {shares} % after "
                    f"{' '.join(map(str, numbers))} steps; {share_of(again):.1f} % with "
@@ -144,19 +145,21 @@ def run_checks(model, x, y, name="", twin=None, options=None):
     *fall, left = sweep_to_zero(model, x, y, options)
     clean = left[BUDGETS[0]]
     eps = min(BUDGETS[1:], key=lambda eps: abs(left[eps] - clean / 2))
-    report(2, "more steps and restarts find no more",
+    report(2, "more steps and restarts fool no more images",
            *steps_and_restarts(model, x, y, eps, options))
     blind = {"noise": lambda x, y: noise(model, x, y, eps, best_of=10),
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
-    report(3, "attacks without gradients find no more", *rivals(model, x, y, eps, blind, options))
+    report(3, "attacks without gradients fool no more images",
+           *rivals(model, x, y, eps, blind, options))
     other = {}
     if pap_steps(model, x):
         other["adaptive APGD"] = lambda x, y: adaptive_apgd(model, x, y, eps)
     if twin is not None:
         other["transfer from softmax"] = lambda x, y: apgd(twin, x, y, eps)
     if other:
-        report(4, "other gradients find no more", *rivals(model, x, y, eps, other, options))
+        report(4, "other gradients fool no more images",
+               *rivals(model, x, y, eps, other, options))
     else:
         print("---- 4 not run: the model has no RPC-Attention, and no softmax model was given")
     report(5, "accuracy falls to zero", *fall)

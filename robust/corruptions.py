@@ -116,7 +116,7 @@ def glass_blur(images, c, shift):
 
     The source visits the pixels from the last to the first. It overwrites each pixel with the
     pixel at a random shift. (It intends to swap the two, but swaps two views of one array.) If the
-    shifted pixel was visited earlier, it was itself overwritten, so the copies form a chain.
+    copied pixel was visited earlier, it was itself overwritten, so the copies form a chain.
     Pointer doubling follows the chain for 32 steps. A chain continues with probability < 0.43 per
     step, so 32 steps are enough.
     """
@@ -327,8 +327,8 @@ def jpeg_compression(images, c):
 class Corruption(NamedTuple):
     """One corruption: an entry in CORRUPTIONS."""
     apply: Callable                   # (images uint8, constants, *drawn) -> images uint8
-    constants: dict | tuple           # five, from mild to strong, or a dict {size: five} with
-                                      # the sizes 224, 64, 32 (see severities.py)
+    constants: dict | tuple           # one entry per severity, or {table: entries} with the
+                                      # tables 224, 64 and 32 (see severities.py)
     draw: Callable | None = None      # (u, H, W, constants) -> more arguments of `apply`
 
 

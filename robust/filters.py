@@ -52,7 +52,7 @@ def disk(radius, sigma):
             pair = kernel[edge - i:][:side] + kernel[edge + i:][:side]
             total = (total + pair * g[edge + i]).float()
         kernel = total
-    kernel = (kernel.double() + kernel.mT) / 2            # makes equal weights equal; keeps the sum
+    kernel = (kernel.double() + kernel.mT) / 2            # exactly symmetric; keeps the sum
     empty = int((kernel.sum(0) > 0).int().argmax())                           # cut off zeros
     return kernel[empty:side - empty, empty:side - empty]
 

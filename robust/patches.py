@@ -2,9 +2,9 @@
 
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
-Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the number of
-the image alone. So every network gets the same corrupted patches, with the same pixels except for
-adversarial patches.
+Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the image's
+position in the batch alone. So every network gets the same corrupted patches, with the same pixels
+except for adversarial patches.
 """
 
 import torch
@@ -25,7 +25,6 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
         changes one block of 2 x 2 patches to raise the model's loss, in 20 steps.
     patch: the side of a patch in pixels; S must be a multiple of it.
     model, labels: used by "adversarial" only.
-    The number of an image, for its random numbers, is its position in the batch.
 
     Returns:
         the corrupted images, and which patches were corrupted, (B, P) bool.

@@ -81,12 +81,13 @@ def test_random_logits_and_probabilities_fail(linear):
 
 def test_pgd_that_stops_early_fails(net):
     short = checks.steps_and_restarts(*net, 6 / 255, dict(steps=2))
-    assert "10 steps take no more than 2" in wrong(short) and "after 1 2 10 steps" in short[1]
+    assert "10 steps fool no more images than 2 steps" in wrong(short)
+    assert "after 1 2 10 steps" in short[1]
     long = checks.steps_and_restarts(*net, 6 / 255, dict(steps=40))
     assert not wrong(long), long
     random = dict(steps=1, rel_step=0.01)                 # the random start decides
     starts = checks.steps_and_restarts(*net, 60 / 255, random)
-    assert "5 restarts take no more" in wrong(starts), starts
+    assert "5 restarts fool no more images" in wrong(starts), starts
 
 
 def test_accuracy_must_fall_to_zero(linear):

@@ -766,7 +766,7 @@ BAD = {
     "--corrupted_dir nowhere --measures corruptions": "nowhere",
     "--source large.pt": "size: 32 and 64",
     "--data folder --data_dir photos": "--ckpt a.pt has 10 classes (",
-    "--weights ema": "--ckpt a.pt: it has no ema weights",
+    "--weights ema": "--ckpt a.pt: the checkpoint has no ema weights",
     "--normalize half": "--normalize applies to checkpoints of other projects",
     "--data_dir|": "--data_dir has an empty value",
     "--crop_pct 1": "--crop_pct applies to --data imagenet",
