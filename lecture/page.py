@@ -51,7 +51,10 @@ def sections():
 # --- the notebook ---------------------------------------------------------------------------------
 
 def code_cells():
-    """Return {picture: code} of lecture/walkthrough.py without `if wanted(...)`; "": first."""
+    """Return {picture: code} for the cells of lecture/walkthrough.py, without `if wanted(...)`.
+
+    The key of the first cell is "".
+    """
     first, *others = (ROOT / "lecture/walkthrough.py").read_text().split("\n# %% ")[1:]
     cells = {"": "# " + first}
     for cell in others:
@@ -75,7 +78,7 @@ def notebook_cells():
 
 
 def write_notebook(path):
-    """Write the notebook with outputs, from the committed notebook if no code has changed."""
+    """Write the notebook. Run its code only if the committed notebook lacks outputs for it."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -5,8 +5,8 @@
     python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or your own picture
     python -m lecture.walkthrough --out_dir lecture/pictures     # replace the pictures of the text
 
-An editor can run the cells one by one; each cell needs only the first one. The networks come
-from weights/. Nothing is trained except the toy of `leak`. Studies are read from their stored rows.
+An editor can run the cells one by one; each cell needs only the first cell. The networks
+come from weights/. Nothing is trained except the toy of `leak`. Studies are read from stored rows.
 """
 
 # %% Shared by all pictures: flags, four small networks, colours.

@@ -3,9 +3,9 @@
 On paper first: prove that the coefficients of an axis sum to 0. Hint: multiply both
 sides of G~ a = sigma a by a row of ones.
 
-Then put a line in place of "...". Textbook kernel PCA also subtracts the mean of the keys' features
-from the query. Attention with the values of Theorem 1 does not. Find values with which attention
-does. Hint: each row of attention sums to 1.
+Textbook kernel PCA also subtracts the mean of the keys' features from the query. Attention with the
+values of Theorem 1 does not subtract this mean. Find values with which attention subtracts it, and
+put a line in place of "...". Hint: each row of attention sums to 1.
 """
 
 import torch

@@ -3,8 +3,9 @@
 Write your predictions in place of "...". Then `python -m lecture.exercises 3` measures the true
 numbers in layer 0 of weights/shapes_rpc.pt, on 64 scenes, with keys K and with keys 2K.
 
-Answer three questions on paper. Which of the two thresholds has the unit of a key? Which variant
-gives S(2K) = 2 S(K) in the first step? Why does a trained network not simply choose longer keys?
+Answer three questions on paper. Which threshold has the unit of a key, lambda * mu or lambda / mu?
+Which variant gives S(2K) = 2 S(K) in the first step? Why does a trained network not simply choose
+longer keys?
 """
 
 # The threshold tau of 2K, divided by the threshold of K.

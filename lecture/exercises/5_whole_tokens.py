@@ -1,11 +1,11 @@
 """5. Design an S that removes whole tokens (homework, stops 4 and 5).
 
-The sum of absolute entries puts a price on every entry of S alone, so S is not sparse by rows. Put
-a price on rows instead: S minimises |K - S|^2 / 2 + tau sum_j |S_j|, where |S_j| is the length of
-row j.
+The sum of absolute entries puts a price on each entry of S separately, so S is not sparse by rows.
+Put a price on rows instead: S minimises |K - S|^2 / 2 + tau sum_j |S_j|, where |S_j| is the length
+of row j.
 
-Derive S on paper: each row can be treated alone, and S_j points in the direction of K_j. Would this
-S find noisy patches? Remember that at stop 4, S followed the size of the key.
+Derive S on paper: each row can be solved separately, and S_j points in the direction of K_j. Would
+this S find noisy patches? Remember that at stop 4, S followed the size of the key.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """9. Principal Attention Pursuit: the four lines of Algorithm 1 (appendix C, `released`).
 
-Write the four lines without a look at stop 3.
+Write the four lines without looking at stop 3.
 """
 
 import torch

@@ -95,7 +95,7 @@ def centring(own, random):
     rows, columns, all_ = G.mean(0), G.mean(1, keepdim=True), G.mean()
     yield "G~", own(G), kpca.centre(G), dict(G=G), {
         "only columns are centred": G - rows, "only rows are centred": G - columns,
-        "add the mean of all entries again": G - rows - columns,
+        "the mean of all entries must be added back": G - rows - columns,
         "this subtracts one mean; each row and each column has its own mean": G - all_}
 
 

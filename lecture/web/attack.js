@@ -19,7 +19,7 @@ class SquareAttack {
       const signs = Array.from({length: 96}, sign);   // of each channel and column
       return this.candidate = this.moved(this.pixels, i => signs[Math.floor(i / 1024) * 32 + i % 32]);
     }
-    const side = Math.max(Math.round(32 * Math.sqrt(0.05 * 0.5 ** (query / 150))), 2);  // they shrink
+    const side = Math.max(Math.round(32 * Math.sqrt(0.05 * 0.5 ** (query / 150))), 2);  // squares shrink
     const left = Math.floor(this.random() * (33 - side)), top = Math.floor(this.random() * (33 - side));
     const signs = [sign(), sign(), sign()];
     return this.candidate = this.moved(this.best, i => {
@@ -28,7 +28,7 @@ class SquareAttack {
     });
   }
 
-  // start, moved to eps from the given picture where signs(pixel) is -1 or 1
+  // start, but pixels with a sign of -1 or 1 become the given picture's pixel minus or plus eps
   moved(start, signs) {
     return start.map((x, i) => {
       const sign = signs(i);

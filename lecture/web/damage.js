@@ -27,7 +27,7 @@ function fogField(random) {
   });
 }
 
-// kind: "noise" adds Gaussian noise of standard deviation amount; "fog" blends in so much fog.
+// kind: "noise" adds Gaussian noise of standard deviation amount; "fog" mixes in fog with weight amount.
 // paint: 64 digits, 0 no paint, 1 noise, 2 black, 3 white. The result stays within [0, 1].
 function damaged(pixels, {kind, amount, paint}) {
   const random = randomNumbers(0), fog = fogField(random);
@@ -38,7 +38,7 @@ function damaged(pixels, {kind, amount, paint}) {
   });
 }
 
-// The evaluations' resize of a photo: short side to 32, antialiased bicubic, central square.
+// Resize a photo as the evaluations do: short side to 32, antialiased bicubic, central square.
 // rgba: bytes of width x height. A generator, so that the page can react while a large photo shrinks.
 function* resized(rgba, width, height) {
   const cubic = x => (x = Math.abs(x)) < 1 ? (1.5 * x - 2.5) * x * x + 1

@@ -13,7 +13,7 @@ function size(x, i) {
   return sum;
 }
 
-// Mean entropy of the rows of A, in nats: ln 65 where attention is uniform
+// Mean entropy of the rows of A, in nats; ln 65 if attention is uniform
 const entropy = A => -A.reduce((sum, a) => a > 0 ? sum + a * Math.log(a) : sum, 0) / (H * N);
 
 // The attention of token i to token j, mean over heads
@@ -35,7 +35,7 @@ function centred(x) {                                 // minus the mean token of
   });
 }
 
-// The cosine of centred arrays, because a part that all keys share does not change attention
+// The cosine of centred arrays, so that a part that all keys share does not count
 function cosine(x, y) {
   const [a, b] = [centred(x), centred(y)];
   return sumOf(a.map((ai, i) => ai * b[i])) / Math.max(norm2(a) * norm2(b), 1e-12);
@@ -132,12 +132,12 @@ function plain({now, answers, on, off, empty}, classes) {
   const patches = `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}. ${says} `;
   if (empty) return patches + "With this setting S is empty.";
   if (off === null) return patches + "The whole picture is painted.";
-  const order = Math.abs(on - off) < 0.05 ? "about as large there as" : on < off ? "smaller there than" : "larger there than";
-  return patches + `Its S is ${order} elsewhere: ${on.toFixed(2)} and ${off.toFixed(2)}. ` +
+  const order = Math.abs(on - off) < 0.05 ? "about as large on paint as" : on < off ? "smaller on paint than" : "larger on paint than";
+  return patches + `S is ${order} elsewhere: ${on.toFixed(2)} and ${off.toFixed(2)}. ` +
     (on < off + 0.05 ? "It should be larger. Paint more." : "Paint more: does S find all painted patches?");
 }
 
-// The known meaning of this setting
+// What this setting does to S and to attention, in sentences
 function meaning({columns, entropies, nulls, now}) {
   if (now.network !== "rpc")
     return !now.layers.length || now.temperature === 1 ? "As trained: scores are q·k / √D."
@@ -153,7 +153,7 @@ function meaning({columns, entropies, nulls, now}) {
     if (one) parts.push("One step with an empty S is symmetric attention.");
     else if (now.form === "admm") parts.push("In step i the keys are multiplied by about i, so the softmax becomes sharper.");
     else parts.push("In step i the keys are multiplied by about −(i − 2): by 0 in step 2. From step 4 on, the softmax is sharper.");
-  } else if (one) parts.push("One step is symmetric attention with every key entry clamped to the threshold.");
+  } else if (one) parts.push("One step is symmetric attention with the size of every key entry limited to the threshold.");
   const turns = factors.filter((c, i) => i && c * factors[i - 1] < 0).length;
   if (turns)
     parts.push(`The keys change their sign ${turns > 1 ? `${turns} times` : "once"}: cosine with K ` +

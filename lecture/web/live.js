@@ -87,7 +87,7 @@ function drawInside() {
 }
 
 let busy = false, again = false;
-async function changed() {                            // a change during a look starts the next look
+async function changed() {                            // if the state changes meanwhile, look again
   showControls();
   again = true;
   if (busy) return;

@@ -1,6 +1,6 @@
 // The nano network of vit.py and the attentions of attention.py in plain JavaScript: no library.
 //
-// Names and equation numbers are those of attention.py. Every array is flat, a Float32Array:
+// Names and equation numbers are as in attention.py. Every array is flat, a Float32Array:
 // tokens x (N, C); q, k, v, S, K2, L, Z, h (H, N, D); attention A (H, N, N).
 // N = 65 tokens (class token first), C = 64 channels, H = 2 heads of width D = 32.
 //
@@ -63,7 +63,7 @@ function softThreshold(x, tau) {
   return x - Math.min(Math.max(x, -tau), tau);
 }
 
-// Def. 1: mu = N x / (4 sum|K|), one number a head; x = C ("model") or D ("head")
+// Def. 1: mu = N x / (4 sum|K|), one number per head; x = C ("model") or D ("head")
 function penalty(K, mu_dim) {
   return Array.from({length: H}, (_, head) => {
     let sum = 0;
@@ -73,7 +73,7 @@ function penalty(K, mu_dim) {
   });
 }
 
-// n_iter steps on keys K; returns the last L. trace: an array that receives {S, K2, L} of each.
+// n_iter steps on keys K; returns the last L. trace: an array that receives {S, K2, L} of each step.
 function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
   const {threshold, mu_dim, dual_sign} = FORMS[form], zeros = () => new Float32Array(H * N * D);
   const tau = penalty(K, mu_dim).map(mu => threshold === "times" ? lambd * mu : lambd / mu);
@@ -101,8 +101,9 @@ function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
 
 // --- vit.py: patches to tokens, blocks, head -----------------------------------------------------
 
-// x (n, width) times weight (outputs, width) plus bias: (n, outputs). For speed four tokens and two
-// outputs at a time; so x gets rows of zeros up to a multiple of four, and outputs are even.
+// x (n, width) times weight (outputs, width) plus bias: (n, outputs). For speed, the loop takes
+// four tokens and two outputs at a time. So rows of zeros fill x up to a multiple of four tokens, and
+// the number of outputs must be even.
 function linear(x, weight, bias) {
   const outputs = bias.length, width = weight.length / outputs, n = x.length / width;
   const rows = 4 * Math.ceil(n / 4), y = new Float32Array(rows * outputs);
@@ -163,7 +164,7 @@ function embed(w, pixels, mean, std) {
   return tokens.map((x, i) => x + w["pos_embed"][i]);
 }
 
-// Eq. 1: (N, C) to q, k, v, each (H, N, D); rows q, k, v, or k, v where the keys are the queries
+// Eq. 1: (N, C) to q, k, v, each (H, N, D); weight: rows for q, k, v, or only for k, v
 function project(x, weight, bias) {
   const qkv = linear(x, weight, bias), parts = bias.length / C;
   const [q, k, v] = [0, parts - 2, parts - 1].map(part => {
@@ -188,10 +189,10 @@ function joinHeads(h) {
 const plus = (x, y) => x.map((xi, i) => xi + y[i]);
 
 // The forward pass of one image. A generator: it pauses after each block, so that the page can
-// draw in between. kind: "softmax", "symmetric" or "rpc". layers, from 0: which of them have PAP
-// (rpc) or the temperature (softmax, symmetric). inside: an array that receives {q, k, v} per layer.
-// steps: an array that receives the steps of PAP in the first of `layers`; a network without PAP
-// gives the steps that PAP would take there.
+// draw in between. kind: "softmax", "symmetric" or "rpc". layers: the numbers, from 0, of the layers
+// with PAP (rpc) or with the temperature (softmax, symmetric). inside: an array that receives
+// {q, k, v} per layer. steps: an array that receives the steps of PAP in the first of `layers`; a
+// network without PAP gives the steps that PAP would take there.
 function* forward(net, kind, pixels, setting, inside, steps) {
   const {layers, temperature} = setting, w = net.weights;
   let x = embed(w, pixels, net.mean, net.std);
