@@ -252,8 +252,7 @@ def budget(text):
     value = read_number(text)
     if not 0 <= value <= 1:
         hint = f"; did you mean {text}/255?" if value > 1 else ""
-        raise argparse.ArgumentTypeError(f"eps={text}, expected 0 to 1, because pixels are in "
-                                         f"[0, 1]{hint}")
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1, the range of pixels{hint}")
     return value
 
 
