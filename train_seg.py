@@ -46,7 +46,7 @@ from vit import SIZES
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
-    # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75.0 % ± 0.8 (3 seeds)
+    # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75 % (3 seeds)
     "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0,
                    patch_size=4),
     # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
