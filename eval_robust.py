@@ -902,6 +902,19 @@ class Normalized(torch.nn.Module):
         return self.model(z * self.std + self.mean)
 
 
+def as_in_paper(run, model, like, x, name):
+    """Return (model, inputs, labels) of an attack under the conditions of --preset paper.
+
+    The model takes normalised images z = (x - mean) / std, the inputs are z, and the labels are the
+    predictions of `like`, the network whose mean, std and predictions count.
+    """
+    z = (x - like.mean) / like.std
+    z = z.clamp(0, 1) if name in PAPER_CLIPS else z
+    with torch.no_grad():
+        predicted = robust.forward(Normalized(like, like), z, run.batch_size).argmax(1)
+    return Normalized(model, like), z, predicted
+
+
 def attack_of(run, name, settings):
     """Return an attack with its settings, as a function of (model, images, labels).
 
@@ -952,16 +965,12 @@ def attack_images(run, m, images, name, settings):
     stages = torch.zeros(len(STAGES), n)
     for pixels, labels, numbers, place in batches(run, images, label,
                                                   at_least=MANY_IMAGES if own_batches else 0):
-        # Choose the model to attack, its inputs, and the labels that the attack tries to change.
+        # The model to attack, its inputs, and the labels that the attack tries to change.
         x = pixels_of(pixels)
         model, inputs, labels_to_leave = m.model, x, labels
-        if paper:                                         # normalised images, predicted labels
+        if paper:
             like = (run.source_model if name == "transfer" else m).model    # has .mean and .std
-            model, inputs = Normalized(m.model, like), (x - like.mean) / like.std
-            inputs = inputs.clamp(0, 1) if name in PAPER_CLIPS else inputs
-            with torch.no_grad():
-                labels_to_leave = robust.forward(Normalized(like, like), inputs,
-                                                 run.batch_size).argmax(1)
+            model, inputs, labels_to_leave = as_in_paper(run, m.model, like, x, name)
 
         # robust.evaluate attacks the images that the model classifies as labels_to_leave, or all
         # images with attack_wrong=True. It appends one dict per draw to trace, with the attacked
