@@ -153,8 +153,9 @@ def assert_close(row, expected):
         if isinstance(value, dict):
             assert_close(row[key], {str(k): v for k, v in value.items()})
         else:
-            # Lists are shares of S and sizes of keys. Rounding moves a few entries of S across tau.
-            near = 1e-3 if isinstance(value, list) else 1e-9
+            # Numbers in lists are rounded to 4 digits. In the lists of nonzero_S, rounding can also
+            # move a few entries of S across tau on some processors.
+            near = 1.1e-4 if key == "mean_abs_key" else 1e-3 if isinstance(value, list) else 1e-9
             assert row[key] == pytest.approx(value, rel=5e-5, abs=near), key
 
 

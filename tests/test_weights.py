@@ -46,17 +46,17 @@ def test_classifiers_have_the_stated_recipe_and_accuracy(name, monkeypatch):
     known = today.keys() & checkpoint["args"].keys() - {"init", "out_dir"}
     assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
     assert checkpoint["classes"] == list(SHAPES)
-    model, scenes = classifier_from_checkpoint(checkpoint), load_shapes("test", 1600)
+    model, scenes = classifier_from_checkpoint(checkpoint), load_shapes("test", 3200)
     with torch.no_grad():
-        right = model(scenes.images / 255).argmax(1) == scenes.labels
-    stated = float(STATED[name])
-    # weights/README.md states the accuracy on 3,200 scenes
-    assert 100 * right.double().mean().item() == pytest.approx(stated, abs=1)
+        hits = [model(images / 255).argmax(1) == labels for images, labels in
+                zip(scenes.images.split(400), scenes.labels.split(400))]
+    accuracy = 100 * torch.cat(hits).double().mean().item()
+    assert accuracy == pytest.approx(float(STATED[name]), abs=0.1)
 
 
 def test_the_segmenter_is_as_accurate_as_stated():
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
-    source = Scenes("test", 200, 32)                        # an eighth of the scenes
+    source = Scenes("test", 400, 32)                        # a quarter of the scenes, for speed
     found = evaluate(model, source, size=32, window=32, stride=32)[0]["mean_iou"]
     assert found == pytest.approx(float(STATED["seg_shapes_rpc"]), abs=2)
 
