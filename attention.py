@@ -93,6 +93,9 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k,
     which are float32 in PAP, are cast to v's dtype.
     """
+    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, k.shape[::2]):
+        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool "
+                         f"{tuple(k.shape[::2])}, False for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
     mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
@@ -256,6 +259,12 @@ LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax
                   "sym_asym": ("rpc", "softmax")}
 
 
+def layer_attention(attn, i, rpc_layers):
+    """Return the name of the attention in layer i, a key of ATTENTIONS. attn: a value of --attn."""
+    inside, outside = LAYER_PATTERNS.get(attn, (attn, attn))
+    return inside if i in rpc_layers else outside
+
+
 # --- the module: project, attend, project back ----------------------------------------------------
 
 class SelfAttention(nn.Module):
@@ -308,7 +317,8 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)                                               # Eq. 1
         qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
-        return qkv[0], qkv[-2], qkv[-1]
+        k = qkv[-2]
+        return qkv[0] if self.num_proj == 3 else k, k, qkv[-1]
 
     def attend(self, q, k, v):
         """Call this layer's attention: q, k, v and the result are (B, H, N, D)."""
@@ -371,14 +381,13 @@ def key_statistics(model, forward, inputs):
 
     def measure(layer, inputs):
         """Add the numbers of one SelfAttention to stats, before the layer's forward runs."""
-        shares = [(step["S"] != 0).float().mean().item() for step in layer.trace(inputs[0])]
-        if shares:
-            stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
-        _, k, _ = layer.project(inputs[0])
-        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
+        S = [round((step["S"] != 0).float().mean().item(), 4) for step in layer.trace(*inputs)]
+        if S:
+            stats["nonzero_S"][len(stats["mean_abs_key"])] = S
+        stats["mean_abs_key"].append(round(layer.project(*inputs)[1].abs().mean().item(), 4))
 
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    hooks = [m.register_forward_pre_hook(measure) for m in layers]
+    hooks = [layer.register_forward_pre_hook(measure) for layer in model.modules()
+             if isinstance(layer, SelfAttention)]
     training = model.training
     model.eval()
     forward(inputs)

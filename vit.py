@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
+from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
+                       layer_attention)
 from common import InputError, one_of, rebuild
 
 SIZES = {
@@ -72,8 +73,7 @@ class ViTConfig:
 
     def layer_attn(self, i):
         """Return the name of the attention in layer i, a key of attention.ATTENTIONS."""
-        inside, outside = LAYER_PATTERNS.get(self.attn, (None, self.attn))
-        return inside if i in self.rpc_layers else outside
+        return layer_attention(self.attn, i, self.rpc_layers)
 
 
 # --- modules --------------------------------------------------------------------------------------
