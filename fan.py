@@ -231,3 +231,10 @@ class FAN(ViT):
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
         return {**super().layers(), "cls_token": join, **late}
+
+
+def fan_from_checkpoint(checkpoint):
+    """Rebuild the FAN from a checkpoint of train_cls.py, in eval mode."""
+    model = FAN(FANConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()
