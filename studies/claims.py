@@ -30,7 +30,8 @@ from pathlib import Path
 import numpy as np
 
 import common
-from studies import arms, kernel_pca, language, line, pro_attention, probe, where_is_s
+from studies import (arms, kernel_pca, language, line, perfect_s, pro_attention, probe,
+                     where_is_s)
 from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
                            spread)
 
@@ -260,11 +261,35 @@ def beyond(null):
     return show_p(p[null])
 
 
-def where(network, measure, form):
-    """Return a value of where_is_s after training, in a form of `written`."""
-    groups = where_is_s.over_seeds(rows_of("where_is_s/rows.jsonl"))
+def where(network, measure, form, file="rows"):
+    """Return a value of where_is_s after training, in a form of `written`.
+
+    file: "rows", the first three networks, or "ten", the networks of the second plan.
+    """
+    groups = where_is_s.over_seeds(rows_of(f"where_is_s/{file}.jsonl"))
     last = max(step for name, step in groups if name == network)
     return written(groups[network, last][measure], form)
+
+
+def perfect(arm, kind, condition, what="difference"):
+    """Describe a condition minus "as trained" of studies.perfect_s; what: see `described`.
+
+    "arm" and "baseline" return the accuracy under the condition and as trained, "±" the accuracy
+    with its standard deviation over seeds.
+    """
+    found = perfect_s.read_rows()
+    key, base = (arm, kind, condition), (arm, kind, "as trained")
+    if what in ("arm", "baseline", "±"):
+        values = [x.mean() for x in found[base if what == "baseline" else key].values()]
+        return spread(values) if what == "±" else f"{np.mean(values):.1f}"
+    p = perfect_s.adjusted(found)
+    return described(perfect_s.gap(found, key, base), what, p.get(key, np.nan), 20)
+
+
+def perfect_trained(kind, what="difference"):
+    """Describe training and testing with perfect S, minus both with the S of PAP."""
+    d = perfect_s.gap(perfect_s.read_rows(), *perfect_s.trained_pair(kind))
+    return described(d, what)
 
 
 def lm_gap(text, variant, baseline, measure="clean"):
@@ -294,8 +319,8 @@ def pro(variant, measure, baseline=""):
 
 
 FUNCTIONS = {f.__name__: f for f in (gap, on_those, judged_as, rule, off, apart, pooled, adjusted,
-                                     fit, mean, kpca, way, chosen, nats, beyond, where, lm_gap,
-                                     lm_perplexity, pro)}
+                                     fit, mean, kpca, way, chosen, nats, beyond, where, perfect,
+                                     perfect_trained, lm_gap, lm_perplexity, pro)}
 
 
 def value(expression):

@@ -203,6 +203,15 @@ def gaps(found):
             if key[2] != "as trained"}
 
 
+def trained_pair(kind):
+    """Return two keys of rows: trained and tested with perfect S; trained and tested with its own.
+
+    On clean images no patch is corrupted, so perfect S is empty.
+    """
+    perfect = "S empty" if kind == "clean" else PERFECT
+    return ("trained-perfect", kind, perfect), ("trained-own", kind, "as trained")
+
+
 def adjusted(found):
     """Return the p values of the primary differences after Holm's correction: {key: p}.
 
@@ -233,6 +242,9 @@ def tables(found):
         seeds = sorted(found[arm, "clean", "as trained"])
         parts.append(f"## {arm}, seeds {', '.join(map(str, seeds))}\n\n"
                      + common.table(body, ["accuracy in %", "clean", *KINDS]))
+    body = [[kind, show(gap(found, *trained_pair(kind)))] for kind in ("clean", *KINDS)]
+    parts.append("## Trained and tested with perfect S, minus both with its own S\n\n"
+                 + common.table(body, ["", "points of accuracy"]))
     return "\n\n".join(parts)
 
 

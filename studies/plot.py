@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import common
-from studies import arms, kernel_pca, line, probe, where_is_s
+from studies import arms, kernel_pca, line, perfect_s, probe, where_is_s
 from studies.arms import RESULTS, STUDIES, WORDS, files, without_recipe
 from studies.colours import FAMILIES, look
 from studies.stats import INSTALL, NONE
@@ -363,6 +363,33 @@ def where_figure(path, finding):
     save_figure(figure, path, finding)
 
 
+# --- perfect S ------------------------------------------------------------------------------------
+
+def perfect_figure(path, finding):
+    """Draw accuracy under each condition of perfect_s.py: one mark per network, bars for means."""
+    found = perfect_s.read_rows()
+    shown = {"as trained": "as trained", "S empty": "S empty", perfect_s.PERFECT: "perfect S",
+             "left out in layer 0": "left out, layer 0", perfect_s.LEFT_OUT: "left out, all layers",
+             "control: intact patches left out": "control: intact\nones left out"}
+    styles = {"symmetric": look("symmetric", label="symmetric attention"),
+              "rpc4-l1": look("rpc", label="RPC, as published"),
+              "rpc2-all": look("others", label="RPC in all layers")}
+    figure, axes = plt.subplots(1, 4, figsize=(FIGURE_WIDTH, 4.2), sharey=True)
+    for ax, kind in zip(axes, perfect_s.KINDS):
+        for i, (arm, style) in enumerate(styles.items()):
+            for y, condition in enumerate(shown):
+                x = [right.mean() for right in found.get((arm, kind, condition), {}).values()]
+                at, y = np.full(len(x), y + 0.22 * (i - 1)), y + 0.22 * (i - 1)
+                ax.plot(x, at, linestyle="none", markersize=4, alpha=0.6, **style)
+                ax.plot([np.mean(x)] * 2 if x else [], [y - 0.1, y + 0.1] if x else [], linewidth=2,
+                        color=style["color"])
+        ax.set(title=kind, xlabel="accuracy in %", xlim=(-4, 104), xticks=[0, 50, 100],
+               ylim=(len(shown) - 0.5, -0.5))
+        ax.set_yticks(range(len(shown)), shown.values())
+    legend(figure, axes[0], "lower center", ncols=3)
+    save_figure(figure, path, finding)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 def main(argv=None):
@@ -389,6 +416,8 @@ def main(argv=None):
                     "Trained values stay close to a random matrix")
     where_figure(folder / "where_is_s/where_is_s.png",
                  "S follows the size of the key, not the corruption")
+    perfect_figure(folder / "perfect_s/perfect_s.png",
+                   "Leaving corrupted patches out of every layer helps; a perfect S does not")
     budget_figure({"PGD-20, 8 epochs": arms.stored(STUDIES["control"])},
                   folder / "control/budgets.png", DEFENDED,
                   "At equal epochs, adversarial training helps at every budget")
