@@ -400,7 +400,7 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("study", choices=STUDIES)
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL,
+    p.add_argument("--seeds", nargs="+", type=int,
                    help="train and measure networks with these seeds")
     p.add_argument("--arms", nargs="+", metavar="ARM",
                    help="train only these arms (default: all arms of the study)")
@@ -408,7 +408,7 @@ def main(argv=None):
                    help="also compare your networks: a results.jsonl file or its folder")
     p.add_argument("--measures", nargs="+",
                    help="measures for eval_robust.py (default: the study's)")
-    p.add_argument("--limit", type=common.COUNT, help="images per measure (default: the study's)")
+    p.add_argument("--limit", type=int, help="images per measure (default: the study's)")
     p.add_argument("--out_dir", type=Path, help="folder for new networks (default: out/STUDY)")
     args, rest = p.parse_known_args(argv)
     if rest and not args.seeds:

@@ -209,13 +209,13 @@ def cost_cell(x):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--batch_size", type=common.COUNT, default=8,
+    p.add_argument("--batch_size", type=int, default=8,
                    help="images per batch for throughput (default: 8)")
-    p.add_argument("--rounds", type=common.COUNT, default=15,
+    p.add_argument("--rounds", type=int, default=15,
                    help="timed rounds, after one for warming up (default: 15)")
     p.add_argument("--clock", choices=["wall", "cpu"], default="wall",
                    help="wall time or CPU time of all threads (default: wall)")
-    p.add_argument("--threads", type=common.COUNT, help="CPU threads (default: PyTorch's)")
+    p.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
     p.add_argument("--device", choices=["cuda", "mps", "cpu"],
                    help="device to measure on (default: cuda in bf16 if there is one, else cpu)")
     p.add_argument("--out", help="append the rows to this file as JSON lines")

@@ -345,7 +345,7 @@ def trained(argv):
                                 allow_abbrev=False)
     p.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS),
                    help="attentions to train (default: all)")
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL,
+    p.add_argument("--seeds", nargs="+", type=int,
                    help="seeds to train (default: 50 to 54; Scaled Attention: 50 to 52)")
     p.add_argument("--ckpt", nargs="+", type=Path, default=[],
                    help="do not train; measure these checkpoints and add their rows to taken.csv")

@@ -334,7 +334,7 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--run", action="store_true", help="train and score runs that have no row")
     p.add_argument("--cost", action="store_true", help="measure the CPU time of a training step")
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[0],
+    p.add_argument("--seeds", nargs="+", type=int, default=[0],
                    help="seeds to train with --run (default: 0)")
     p.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS],
                    help="texts to train on (default: all)")

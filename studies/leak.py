@@ -51,7 +51,7 @@ def train(mu_over, seed=0, steps=400):
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--seeds", type=common.COUNT, default=3, help="runs per kind of mu (default: 3)")
+    p.add_argument("--seeds", type=int, default=3, help="runs per kind of mu (default: 3)")
     args = p.parse_args(argv)
     chance = f"{args.seeds} seeds (chance: {math.log(2):.4f})"
     print(f"{'mu over':<32}nats of a word that only the future contains, {chance}")

@@ -198,10 +198,10 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--run", action="store_true", help="train and evaluate networks without a row")
-    p.add_argument("--seeds", nargs="+", type=common.NATURAL, default=[60],
+    p.add_argument("--seeds", nargs="+", type=int, default=[60],
                    help="seeds to train with --run (default: 60)")
     p.add_argument("--ckpt", type=Path, help="evaluate this softmax checkpoint; nothing is stored")
-    p.add_argument("--limit", type=common.COUNT, default=LIMIT,
+    p.add_argument("--limit", type=int, default=LIMIT,
                    help=f"number of test images (default: {LIMIT})")
     p.add_argument("--out_dir", type=Path, default=Path("out/pro_attention"),
                    help="folder for networks (default: out/pro_attention)")

@@ -20,7 +20,7 @@ from data.datasets import load_test
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import log_kernel
-from checkpoints import load_checkpoint
+from vit import classifier_from_checkpoint
 
 
 # --- attention heads ------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def parse_flags(doc, experiments, argv=None):
          help="checkpoints of train_cls.py, or run folders (their last.pt)")
     flag("--exp", default=",".join(experiments),
          help="experiments to run, separated by commas (default: all)")
-    flag("--images", type=common.COUNT, default=32, help="number of test images (default: 32)")
+    flag("--images", type=int, default=32, help="number of test images (default: 32)")
     flag("--untrained", action="store_true", help="also measure each run before its first step")
     flag("--out_dir", type=Path, default=Path("out/kpca"),
          help="folder for the CSV files (default: out/kpca)")
@@ -96,12 +96,9 @@ def parse_flags(doc, experiments, argv=None):
 # --- models and inputs ----------------------------------------------------------------------------
 
 def load_model(path):
-    """Load (model in eval mode, checkpoint without weights) from a file or a run's last.pt."""
-    file = Path(path, "last.pt") if Path(path).is_dir() else path
-    found = load_checkpoint(file, torch.device("cpu"))
-    if found.task != "classification":
-        raise InputError(f"--ckpt {path} is no classifier; expected a checkpoint of train_cls.py")
-    return found.model, found.checkpoint
+    """Load (frozen model in eval mode, checkpoint) from a file or the last.pt of a run."""
+    checkpoint = common.load(Path(path, "last.pt") if Path(path).is_dir() else path)
+    return classifier_from_checkpoint(checkpoint).requires_grad_(False), checkpoint
 
 
 def untrained(model, checkpoint):

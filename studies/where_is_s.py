@@ -159,7 +159,7 @@ def main(argv=None):
                    help="run folders or checkpoints of train_cls.py, all with the same data set")
     p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="corruptions of "
                    "robust/patches.py (default: all); adversarial takes the longest")
-    p.add_argument("--images", type=common.COUNT, default=300,
+    p.add_argument("--images", type=int, default=300,
                    help="number of test images (default: 300)")
     p.add_argument("--rows", type=Path, default=ROWS,
                    help="without --ckpt, print the rows of this file (default: the stored rows)")

@@ -286,11 +286,11 @@ def main(argv=None):
          help="one step, minutes on a CPU, or the paper's experiment (default: small)")
     flag("--data_dir", metavar="FOLDER",
          help="small: CIFAR-10, CamVid or the small WikiText; paper: the paper's data")
-    flag("--seeds", nargs="+", type=common.NATURAL, default=[0], help="seeds to run (default: 0)")
+    flag("--seeds", nargs="+", type=int, default=[0], help="seeds to run (default: 0)")
     flag("--out_dir", type=Path, help="folder for runs and tables (default: out/reproduce/<scale>, "
          "or out/reproduce/small_<folder> if --data_dir is given)")
     flag("--dry", action="store_true", help="print the commands, run nothing")
-    flag("--gpus", type=common.COUNT, default=4, help="GPUs at scale paper (default: 4)")
+    flag("--gpus", type=int, default=4, help="GPUs at scale paper (default: 4)")
     for name in ("c", "a", "r", "o"):
         flag(f"--imagenet_{name}", metavar="FOLDER",
              help=f"also evaluate on this copy of ImageNet-{name.upper()}")
