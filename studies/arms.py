@@ -248,8 +248,12 @@ def flags_of(arms, arm, seed):
 def train_arm(folder, flags, more=()):
     """Train the network in a folder to its end.
 
-    InputError if the folder contains a network of another arm or seed.
+    InputError if the folder contains a network of another arm or seed, or if the arm has another
+    last learning rate than MIN_LR of common.py.
     """
+    if "min_lr" in flags:
+        raise InputError(f"{folder}: train_cls.py has no flag for the last learning rate, "
+                         f"{flags['min_lr']}; train this network with version 7fca25a")
     if (folder / "last.pt").exists():
         trained = common.load(folder / "last.pt")["args"]
         for name, value in flags.items():

@@ -59,8 +59,8 @@ PLAIN = {"top-1": ("clean", "top1"), "top-5": ("clean", "top5"), "IN-R": ("image
 
 TINY = "--num_images 64 --epochs 1 --max_steps 1"           # one step on embedded data
 IMAGENET_FLAGS = "--data imagenet"
-FAN_RECIPE = ("--model fan_tiny --batch_size 512 --lr 2e-3 --min_lr 1e-6 --drop_path 0 --repeats 1 "
-              "--ema 0.99992")                                # docs/data.md
+FAN_RECIPE = ("--model fan_tiny --batch_size 512 --lr 2e-3 --drop_path 0 "
+              "--repeats 1")                                  # docs/data.md
 # Flags of training: cls, small (ViT-small), tuned (its fine-tuning), fan, seg, lm. Flags of
 # evaluation: few (benchmarks), attacked, tokens (perplexity), cost.
 SCALES = {
@@ -75,7 +75,7 @@ SCALES = {
                   attacked="--limit 50", tokens="", cost=""),
     "paper": dict(cls=IMAGENET_FLAGS, small=f"{IMAGENET_FLAGS} --model small",
                   fan=f"{IMAGENET_FLAGS} {FAN_RECIPE}",
-                  tuned=f"{IMAGENET_FLAGS} --model small --epochs 100 --lr 1e-4 --min_lr 1e-6",
+                  tuned=f"{IMAGENET_FLAGS} --model small --epochs 100 --lr 1e-4",
                   seg="--data ade20k", lm="--data wikitext103", few="", attacked="--limit 50000",
                   tokens="--stride 1", cost="--batch_size 256")}
 CIFAR = "--data cifar10"
