@@ -40,7 +40,6 @@ doubled, mu is halved, so lambda * mu is halved and lambda / mu is doubled.
 
 import math
 from contextlib import contextmanager
-from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +70,22 @@ def naive_attention(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
+def naive_rpc(k, v):
+    """Compute RPC-Attention as Algorithm 1 does, in the form of the released code: (B, H, N, D).
+
+    This function is for reading only. `rpc_attention` without options returns the same numbers.
+    """
+    B, H, N, D = k.shape
+    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # mu of Def. 1, C = H * D
+    L = S = Y = torch.zeros_like(k)                                     # line 1
+    for _ in range(4):                                                  # line 2
+        x = k - L + Y / mu
+        S = x.sign() * (x.abs() - 4 * mu).clamp(min=0)                  # line 3: S_tau, lambda = 4
+        L = symmetric_attention(k - S - Y / mu, v)                      # line 4
+        Y = Y + mu * (k - L - S)                                        # line 5
+    return L                                                            # line 7
+
+
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     """Compute softmax attention by PyTorch's fused kernel, which does not store A.
 
@@ -78,6 +93,9 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k,
     which are float32 in PAP, are cast to v's dtype.
     """
+    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, k.shape[::2]):
+        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool "
+                         f"{tuple(k.shape[::2])}, False for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
     mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
@@ -99,31 +117,7 @@ def soft_threshold(x, tau):
 
     x: any shape. tau >= 0: a number, or a tensor that broadcasts to x.
     """
-    return SoftThreshold.apply(x, torch.as_tensor(tau, dtype=x.dtype, device=x.device))
-
-
-class SoftThreshold(torch.autograd.Function):
-    """S = sign(x) max(|x| - tau, 0), computed as x - clamp(x, -tau, tau).
-
-    Without this class, autograd would keep three tensors per PAP step for the backward pass instead
-    of one, and a training step would take about 3 % longer.
-    """
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, tau):
-        return x - x.clamp(-tau, tau)
-
-    @staticmethod
-    def setup_context(ctx, inputs, S):
-        ctx.save_for_backward(S)
-        ctx.tau_shape = inputs[1].shape
-
-    @staticmethod
-    def backward(ctx, grad):
-        sign = ctx.saved_tensors[0].sign()      # where S is not 0: dS/dx = 1, dS/dtau = -sign(x)
-        shrunk = grad * sign
-        return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
+    return x.sign() * F.relu(x.abs() - tau)                    # S_tau = sign(x) max(|x| - tau, 0)
 
 
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
@@ -265,6 +259,12 @@ LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax
                   "sym_asym": ("rpc", "softmax")}
 
 
+def layer_attention(attn, i, rpc_layers):
+    """Return the name of the attention in layer i, a key of ATTENTIONS. attn: a value of --attn."""
+    inside, outside = LAYER_PATTERNS.get(attn, (attn, attn))
+    return inside if i in rpc_layers else outside
+
+
 # --- the module: project, attend, project back ----------------------------------------------------
 
 class SelfAttention(nn.Module):
@@ -317,7 +317,8 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)                                               # Eq. 1
         qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
-        return qkv[0], qkv[-2], qkv[-1]
+        k = qkv[-2]
+        return qkv[0] if self.num_proj == 3 else k, k, qkv[-1]
 
     def attend(self, q, k, v):
         """Call this layer's attention: q, k, v and the result are (B, H, N, D)."""
@@ -338,48 +339,35 @@ class SelfAttention(nn.Module):
         Returns [] if the attention runs no PAP.
         """
         steps = []
-        with every_pap(trace=steps):
+        with every_pap(self, trace=steps):
             self.attend(*self.project(x))
         return steps
 
 
 # --- tools: trace or change PAP inside a model ----------------------------------------------------
 
-overrides = {}                          # arguments of rpc_attention that every_pap has set
-
-
 @contextmanager
-def every_pap(**settings):
-    """Override arguments of every rpc_attention call inside the block, to trace or to change PAP.
+def every_pap(model, **settings):
+    """Change arguments of rpc_attention in every layer of a model inside the block.
 
         steps = []
-        with every_pap(trace=steps):                # collects the steps of all layers, in order
+        with every_pap(model, trace=steps):             # collects the steps of all layers, in order
             model(images)
-        with every_pap(shrink=mine, n_iter=2):      # runs the same weights with another PAP
+        with every_pap(model, shrink=mine, n_iter=2):   # runs the same weights with another PAP
             logits = model(images)
 
-    This also reaches rpc_attention calls inside your own attention. The backward pass of a
-    checkpointed layer calls rpc_attention again, so run the backward pass inside the block, too.
+    It changes the dict `pap` of every module that has one. Your own attention must therefore call
+    rpc_attention(k, v, **layer.pap). The backward pass of a checkpointed layer calls rpc_attention
+    again, so run the backward pass inside the block, too.
     """
-    before = dict(overrides)
-    overrides.update(settings)
+    before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
+    for layer in before:
+        layer.pap = {**layer.pap, **settings}
     try:
         yield
     finally:
-        overrides.clear()
-        overrides.update(before)
-
-
-def overridable(function):
-    """Wrap rpc_attention, so that every_pap can override its arguments."""
-    @wraps(function)
-    def call(k, v, n_iter=4, lambd=4.0, **settings):
-        settings.update(n_iter=n_iter, lambd=lambd)
-        return function(k, v, **{**settings, **overrides})
-    return call
-
-
-rpc_attention = overridable(rpc_attention)
+        for layer, pap in before.items():
+            layer.pap = pap
 
 
 @torch.no_grad()
@@ -393,14 +381,13 @@ def key_statistics(model, forward, inputs):
 
     def measure(layer, inputs):
         """Add the numbers of one SelfAttention to stats, before the layer's forward runs."""
-        shares = [(step["S"] != 0).float().mean().item() for step in layer.trace(inputs[0])]
-        if shares:
-            stats["nonzero_S"][len(stats["mean_abs_key"])] = [round(share, 4) for share in shares]
-        _, k, _ = layer.project(inputs[0])
-        stats["mean_abs_key"].append(round(k.abs().mean().item(), 4))
+        S = [round((step["S"] != 0).float().mean().item(), 4) for step in layer.trace(*inputs)]
+        if S:
+            stats["nonzero_S"][len(stats["mean_abs_key"])] = S
+        stats["mean_abs_key"].append(round(layer.project(*inputs)[1].abs().mean().item(), 4))
 
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    hooks = [m.register_forward_pre_hook(measure) for m in layers]
+    hooks = [layer.register_forward_pre_hook(measure) for layer in model.modules()
+             if isinstance(layer, SelfAttention)]
     training = model.training
     model.eval()
     forward(inputs)

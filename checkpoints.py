@@ -26,7 +26,7 @@ import torch
 
 from attention import PAP_SETTINGS
 from common import InputError, load_known, one_of, print0
-from vit import ViT, ViTConfig, architecture, classifier_from_checkpoint, resize_pos_embed
+from vit import ViT, ViTConfig, classifier_from_checkpoint, resize_pos_embed
 
 CLS, SEG, LM = "classification", "segmentation", "language modelling"
 # Mean and standard deviation per channel that normalise pixels in [0, 1].
@@ -222,7 +222,7 @@ def flags_for(checkpoint, sizes):
     """
     if "task" in checkpoint:                                            # written by our trainers
         config = checkpoint["model_config"]
-        if checkpoint["task"] != CLS or architecture(checkpoint) != "vit":
+        if checkpoint["task"] != CLS or checkpoint.get("architecture") == "fan":
             return {}
     else:
         try:
@@ -323,6 +323,9 @@ def rebuild_ours(checkpoint):
     if checkpoint["task"] == LM:
         from lm import LMConfig, lm_from_checkpoint
         return lm_from_checkpoint(checkpoint), LMConfig(1)
+    if checkpoint.get("architecture") == "fan":
+        from fan import fan_from_checkpoint
+        return fan_from_checkpoint(checkpoint), ViTConfig()
     return classifier_from_checkpoint(checkpoint), ViTConfig()
 
 

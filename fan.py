@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 
-from attention import LAYER_PATTERNS, SelfAttention, softmax_attention
-from common import InputError, one_of
+from attention import SelfAttention, check_choice, layer_attention, softmax_attention
+from common import InputError
 from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
 FAN_SIZES = {                                                  # parameters at 224 px
@@ -45,9 +45,9 @@ class FANConfig(ViTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
+        plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
         self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
-        one_of("class_attn", self.class_attn, ("softmax", "symmetric"))
+        check_choice("class_attn", self.class_attn, ("softmax", "symmetric"))
         if self.patch_size not in (2, 4, 8, 16):
             raise InputError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
 
@@ -231,3 +231,10 @@ class FAN(ViT):
 
         late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
         return {**super().layers(), "cls_token": join, **late}
+
+
+def fan_from_checkpoint(checkpoint):
+    """Rebuild the FAN from a checkpoint of train_cls.py, in eval mode."""
+    model = FAN(FANConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()

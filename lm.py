@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
-from common import InputError, one_of, rebuild
+from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
+                       layer_attention)
+from common import InputError
 
 LM_SIZES = {
     # trains in minutes on a CPU
@@ -59,7 +60,7 @@ class LMConfig:
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.cutoffs = tuple(self.cutoffs)
         self.pap = {**PAP_SETTINGS, "mu_over": "seen", **self.pap}
-        one_of("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
+        check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
@@ -120,10 +121,9 @@ class LM(nn.Module):
         self.drop = nn.Dropout(c.dropout)
 
         # causal=True: a token attends to itself and earlier tokens only, in every step of PAP.
-        inside, outside = LAYER_PATTERNS.get(c.attn, (None, c.attn))
         self.blocks = nn.ModuleList(
             Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout,
-                  attn=inside if i in c.rpc_layers else outside, pap=c.pap, causal=True,
+                  attn=layer_attention(c.attn, i, c.rpc_layers), pap=c.pap, causal=True,
                   num_tokens=c.context, qkv_bias=False, proj_bias=False)
             for i in range(c.depth))
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
@@ -191,7 +191,9 @@ class LM(nn.Module):
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the LM from a checkpoint of train_lm.py, in eval mode."""
-    return rebuild(checkpoint, "language modelling", LM, LMConfig)
+    model = LM(LMConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()
 
 
 @torch.no_grad()

@@ -31,7 +31,8 @@ from data.shapes import SHAPES, load_shapes
 from data.views import palette
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
-from vit import architecture, classifier_from_checkpoint
+from fan import fan_from_checkpoint
+from vit import classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
 FONT = ImageFont.load_default(size=16)
@@ -236,13 +237,14 @@ def main():
     if task == "segmentation" and (folder or args.noise):
         raise common.InputError(f"--ckpt {args.ckpt} is a Segmenter: expected one image and no "
                                 f"--noise")
-    if task == "classification" and architecture(checkpoint) == "fan" and not folder:
+    fan = checkpoint.get("architecture") == "fan"
+    if fan and not folder:
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
                                 f"layers with attention maps; expected a ViT, a Segmenter, or a "
                                 f"folder for --image")
     with common.error_prefix(f"--ckpt {args.ckpt}"):
-        rebuild = (classifier_from_checkpoint if task == "classification" else
-                   segmenter_from_checkpoint)
+        rebuild = (segmenter_from_checkpoint if task == "segmentation" else
+                   fan_from_checkpoint if fan else classifier_from_checkpoint)
         model = rebuild(checkpoint).requires_grad_(False)
 
     # Write a table for a folder, or a picture for an image.

@@ -31,10 +31,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from attention import LAYER_PATTERNS, SelfAttention
-from common import InputError, one_of, rebuild, stored_config
+from attention import LAYER_PATTERNS, SelfAttention, check_choice, layer_attention
+from common import InputError
 from data.views import IGNORE, resize, resized
-from vit import Block, Mlp, ViT, ViTConfig, architecture, resize_pos_embed
+from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 
 @dataclass
@@ -69,12 +69,12 @@ class SegmenterConfig:
         encoder = self.encoder                          # a ViTConfig, which checks the settings
         self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
         self.mean, self.std = encoder.mean, encoder.std
-        plain = LAYER_PATTERNS.get(self.attn, (None, self.attn))[1]
+        plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
         own = self.attn if self.attn == "rpc" else plain
         known = ("softmax", "symmetric", "rpc")
         self.decoder_attn = self.decoder_attn or (own if own in known else "softmax")
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        one_of("decoder_attn", self.decoder_attn, known)
+        check_choice("decoder_attn", self.decoder_attn, known)
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
                              f"{IGNORE} is ignored")
@@ -378,22 +378,23 @@ def plain(metrics):
 
 def segmenter_from_checkpoint(checkpoint):
     """Rebuild the Segmenter from a checkpoint of train_seg.py, in eval mode."""
-    return rebuild(checkpoint, "segmentation", Segmenter, SegmenterConfig)
+    model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()
 
 
-def backbone_settings(checkpoint):
-    """Return the settings of SegmenterConfig with which the encoder fits a classifier's weights.
-
-    checkpoint: of train_cls.py, DeiT or timm. InputError if it contains no ViT.
-    """
-    if "task" not in checkpoint:
-        from checkpoints import foreign_settings
-        return foreign_settings(checkpoint)
-    if checkpoint["task"] != "classification" or architecture(checkpoint) != "vit":
-        raise InputError("not a ViT: expected a checkpoint of train_cls.py with a ViT, or a ViT of "
-                         "DeiT or timm")
-    config = stored_config(checkpoint, ViTConfig)
+def backbone_settings(config):
+    """Return the settings of SegmenterConfig with which the encoder fits a classifier's ViT."""
     names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
     if config.attn in LAYER_PATTERNS:
         names += ["rpc_layers", "pap"]
     return {name: getattr(config, name) for name in names}
+
+
+def load_encoder(model, classifier):
+    """Copy the weights of a classifier's ViT, except its head, into a Segmenter's encoder."""
+    state, side = classifier.state_dict(), model.config.image_size // model.config.patch_size
+    state = {name: w for name, w in state.items() if not name.startswith("head.")}
+    if state["pos_embed"].shape[1] != 1 + side * side:
+        state["pos_embed"] = resize_pos_embed(state["pos_embed"], (side, side), "bilinear")
+    model.encoder.load_state_dict(state)

@@ -41,8 +41,8 @@ from data.batches import image_batches
 from data.masks import mask_flags
 from data.rng import DROPOUT, epoch_order, seed_from
 from data.views import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
-from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, predictions
-from vit import SIZES
+from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, load_encoder, predictions
+from vit import SIZES, classifier_from_checkpoint, load_timm
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
@@ -258,7 +258,8 @@ def main():
     else:
         if backbone:
             with common.error_prefix(f"--backbone {args.backbone}"):
-                encoder = backbone_settings(backbone)               # sizes and attention
+                backbone = (classifier_from_checkpoint if "task" in backbone else load_timm)(backbone)
+                encoder = backbone_settings(backbone.config)        # sizes and attention
         else:
             size = SIZES[args.model]
             encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
@@ -274,9 +275,8 @@ def main():
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
-        from checkpoints import load_weights
         with common.error_prefix(f"--backbone {args.backbone}"):
-            load_weights(model.encoder, backbone, mode="bilinear")  # for pos_embed
+            load_encoder(model, backbone)
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 

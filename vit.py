@@ -9,14 +9,16 @@ with softmax attention.
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention
-from common import InputError, one_of, rebuild
+from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
+                       layer_attention)
+from common import InputError
 
 SIZES = {
     # for images of 32 px and patch_size=4, on a CPU: our scenes, CIFAR-10
@@ -56,8 +58,8 @@ class ViTConfig:
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
         self.pap = {**PAP_SETTINGS, **self.pap}
-        one_of("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
-        one_of("init", self.init, ("trunc_normal", "default"))
+        check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
+        check_choice("init", self.init, ("trunc_normal", "default"))
         for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
             if getattr(self, whole) % getattr(self, part):
                 raise InputError(f"{whole}={getattr(self, whole)} is not divisible by "
@@ -72,8 +74,7 @@ class ViTConfig:
 
     def layer_attn(self, i):
         """Return the name of the attention in layer i, a key of attention.ATTENTIONS."""
-        inside, outside = LAYER_PATTERNS.get(self.attn, (None, self.attn))
-        return inside if i in self.rpc_layers else outside
+        return layer_attention(self.attn, i, self.rpc_layers)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -233,19 +234,54 @@ def resize_pos_embed(pos_embed, grid, mode):
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
 
 
-def architecture(checkpoint):
-    """Return which model a checkpoint of train_cls.py contains: "vit" or "fan".
-
-    Earlier versions of train_cls.py did not store this. In their checkpoints, the config of a FAN
-    has the field `cls_depth`, and the config of a ViT does not.
-    """
-    stored = checkpoint.get("architecture")
-    return stored or ("fan" if "cls_depth" in checkpoint.get("model_config", {}) else "vit")
-
+# --- weights from files ---------------------------------------------------------------------------
 
 def classifier_from_checkpoint(checkpoint):
-    """Rebuild the ViT or FAN from a checkpoint of train_cls.py, in eval mode."""
-    if architecture(checkpoint) == "fan":
-        from fan import FAN, FANConfig
-        return rebuild(checkpoint, "classification", FAN, FANConfig)
-    return rebuild(checkpoint, "classification", ViT, ViTConfig)
+    """Rebuild the ViT from a checkpoint of train_cls.py, in eval mode. For a FAN: see fan.py."""
+    model = ViT(ViTConfig(**checkpoint["model_config"]))
+    model.load_state_dict(checkpoint["model"])
+    return model.eval()
+
+
+def load_timm(checkpoint):
+    """Rebuild a ViT from weights with timm's names (DeiT, timm, rachtsy/KPCA_code), in eval mode.
+
+    checkpoint: a dict {name: tensor}, or a dict that contains one as "model" or "state_dict". The
+    released code also stores its flags as "args": num_iter, lambd, robust, layer. Other files are
+    assumed to have softmax attention. Assumed, because no file stores it: heads are 64 wide, eps is
+    1e-6, and pixels are normalised as in ViTConfig.
+    """
+    state = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
+    state = {name.removeprefix("module.").removeprefix("_orig_mod."): w
+             for name, w in state.items()}
+    if "patch_embed.proj.weight" not in state:
+        raise InputError(f"no ViT with timm's names: the weights begin with {list(state)[:3]}, "
+                         f"expected patch_embed.proj.weight, ...")
+    # The released code stores S of Scaled Attention as attn.s.
+    state = {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in state.items()}
+    patch, C = state["patch_embed.proj.weight"].shape[-1], state["cls_token"].shape[-1]
+    depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
+
+    args, S = checkpoint.get("args"), state.get("blocks.0.attn.learned.s")
+    if S is not None:
+        how = dict(attn="scaled_s" if S.ndim == 3 else "scaled_alpha")
+    elif len(state["blocks.0.attn.qkv.weight"]) == 3 * C:
+        how = dict(attn="softmax")
+    elif not hasattr(args, "num_iter"):
+        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; the file does not "
+                         "store which: expected args with num_iter, lambd, robust and layer")
+    elif args.robust:
+        layer = getattr(args, "layer", 0)
+        how = dict(attn="rpc", rpc_layers=range(depth) if layer == -1 else (layer,),
+                   pap=dict(n_iter=args.num_iter, lambd=args.lambd, form="released"))
+    else:
+        how = dict(attn="symmetric")
+    side = math.isqrt(state["pos_embed"].shape[1] - 1)
+    model = ViT(ViTConfig(
+        image_size=side * patch, patch_size=patch, embed_dim=C, depth=depth,
+        num_heads=max(1, C // 64), mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C,
+        num_classes=len(state["head.weight"]) if "head.weight" in state else 0, **how))
+    model.load_state_dict(state)
+    print(f"{how['attn']} attention with {model.config.num_heads} heads; assumed: heads are 64 "
+          f"wide, eps 1e-6, mean and std of ImageNet")
+    return model.eval()

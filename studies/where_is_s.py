@@ -14,6 +14,8 @@ same corrupted images.
 
 On clean images the study also measures the residual |K - S - L| / |K|, which is 0 at the end of
 ADMM. It also measures |S| / |K|, because a small residual means nothing if S contains all of K.
+The rank correlation of the scores S and |k| over the patches of an image shows whether S follows
+the length of the key.
 """
 
 import argparse
@@ -21,12 +23,13 @@ import json
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
 from attention import rpc_attention
 from studies import probe
-from studies.stats import spread
+from studies.stats import scipy_stats, spread
 from robust import metrics
 from robust.patches import KINDS, corrupt_patches
 from checkpoints import kind_of
@@ -59,6 +62,13 @@ def auc(score, hit):
     return torch.tensor(areas, dtype=torch.float64)
 
 
+def rank_correlation(a, b):
+    """Compute Spearman's rank correlation over the patches of each image. a, b: (B, P) -> (B,)."""
+    ranks = [torch.from_numpy(scipy_stats().rankdata(x, axis=1)) for x in (a, b)]
+    a, b = (x - x.mean(1, keepdim=True) for x in ranks)
+    return F.cosine_similarity(a, b)
+
+
 def first_layer(model, images):
     """Return the keys of layer 0 (B, H, N, D) and the steps of PAP: dicts of S, K2, L.
 
@@ -88,7 +98,12 @@ def residuals(k, steps):
 @torch.no_grad()
 def examine(model, images, labels, kinds):
     """Measure residuals, AUC and accuracy of a model: {measure: (B,)}."""
-    found = residuals(*first_layer(model, images))
+    clean_k, steps = first_layer(model, images)
+    lengths = key_scores(clean_k)["|k|"]
+    found = residuals(clean_k, steps)
+    for i, step in enumerate(steps, 1):
+        name = f"clean: rank correlation of S and |k|, step {i}"
+        found[name] = rank_correlation(location(step["S"]), lengths)
     found["clean: accuracy"] = model(images).argmax(1) == labels
     for kind in kinds:
         x, hit = corrupt_patches(images, kind, model.config.patch_size, model=model, labels=labels)
@@ -96,6 +111,8 @@ def examine(model, images, labels, kinds):
         scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
         for name, score in (scores | key_scores(k)).items():
             found[f"{kind}: AUC of {name}"] = auc(score, hit)
+        found[f"{kind}: |k| / clean |k|"] = ((key_scores(k)["|k|"] * hit).sum(1)
+                                             / (lengths * hit).sum(1))
         found[f"{kind}: accuracy"] = model(x).argmax(1) == labels
     return found
 
