@@ -26,8 +26,8 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS, rpc_attention, symmetric_attention
-from data.decode import decode, read_bytes
-from data.views import Scenes
+from data.images import read_image
+from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
