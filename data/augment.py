@@ -1,4 +1,4 @@
-"""The DeiT augmentation of whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
+"""Augment whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix; distort colours.
 
 The recipe comes from `facebookresearch/deit:main.py`, where timm transforms one PIL image at a
 time. Here no loop runs over images, and pixels stay on their device. The result for a sample
@@ -99,6 +99,9 @@ def rand_augment(images, u):
     its sign. images: uint8. u: (B, 4 * operations) on the CPU, four columns per operation: which
     operation, apply or not, level, sign. Returns uint8.
     """
+    size = max(1, 2 ** 20 // images[0, 0].numel())
+    if images.device.type == "cpu" and len(images) > size:          # a CPU reuses small memory
+        return torch.cat([rand_augment(*parts) for parts in zip(images.split(size), u.split(size))])
     images = images.clone()
     for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
         x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
@@ -123,24 +126,29 @@ def change_tone(images, which, x, sign):
     """
     b, pixels = len(images), images[0, 0].numel()
     index = images.view(3 * b, pixels).long()
-    counts = torch.zeros(3 * b, 256, dtype=torch.int64, device=images.device)
-    counts = counts.scatter_add_(1, index, index.new_ones(1).expand_as(index)).view(b, 3, 256)
-    v, (x, sign) = torch.arange(256, device=images.device), (t.view(b, 1, 1) for t in (x, sign))
+    counts = torch.zeros(3 * b, 256, device=images.device)          # whole numbers
+    counts.scatter_add_(1, index, counts.new_ones(1).expand_as(index))
+    v, (x, sign) = torch.arange(256.0, device=images.device), (t.view(b, 1, 1) for t in (x, sign))
 
-    low = torch.where(counts > 0, v, 255).amin(2, keepdim=True)
-    high = torch.where(counts > 0, v, 0).amax(2, keepdim=True)
+    counts = counts.view(b, 3, 256)
+    low = torch.where(counts > 0, v, 255.0).amin(2, keepdim=True)
+    high = torch.where(counts > 0, v, 0.0).amax(2, keepdim=True)
     stretched = (v - low) * (255 / (high - low).clamp(min=1))
-    step = (pixels - counts.gather(2, high)) // 255
-    equal = ((step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)).clamp(max=255)
+    step = ((pixels - counts.gather(2, high.long())) / 255).floor()
+    equal = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor()
     luma = constant((0.299, 0.587, 0.114), images.device)
     mean = ((counts * v).sum(2) / pixels * luma).sum(1).add(0.5).floor().view(b, 1, 1)
     factor = enhancement(x, sign)
-    tables = [torch.where(high > low, stretched, v), torch.where(step > 0, equal, v),
-              255 - v, (v / 2 ** (4 + (4 * x).floor())).floor() * 2 ** (4 + (4 * x).floor()),
+    lost = 2 ** (4 + (4 * x).floor())                   # grey levels that become one
+    tables = [torch.where(high > low, stretched, v),                        # in the order of TONE
+              torch.where(step > 0, equal, v),
+              255 - v,
+              (v / lost).floor() * lost,
               torch.where(v < 256 - (256 * x).floor(), v, 255 - v),
               torch.where(v < 128, v + (110 * x).floor(), v),
-              mean + factor * (v - mean), factor * v]                       # in the order of TONE
-    tables = torch.stack([table.float().expand(b, 3, 256) for table in tables])
+              mean + factor * (v - mean),
+              factor * v]
+    tables = torch.stack([table.expand(b, 3, 256) for table in tables])
     table = tables[which, torch.arange(b, device=images.device)].clamp(0, 255).byte()
     return table.view(3 * b, 256).gather(1, index).view_as(images)
 
@@ -155,7 +163,9 @@ def blend(images, which, x, sign):
     images = images.float()
     grey = (images * constant((0.299, 0.587, 0.114), images.device).view(3, 1, 1)).sum(1, True)
     smooth = images.clone()                     # a 3 x 3 mean; the centre has weight 5, others 1
-    smooth[..., 1:-1, 1:-1] = (9 * F.avg_pool2d(images, 3, 1) + 4 * images[..., 1:-1, 1:-1]) / 13
+    rows = images[..., :-2] + images[..., 1:-1] + images[..., 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * images[..., 1:-1, 1:-1]
+    smooth[..., 1:-1, 1:-1] = total / 13
     base = torch.where(which.view(-1, 1, 1, 1) == 0, grey.round(), smooth.round())
     return (base + enhancement(x, sign).view(-1, 1, 1, 1) * (images - base)).clamp(0, 255).byte()
 
@@ -165,13 +175,13 @@ def warp(images, which, x, sign):
     H, W = images.shape[2:]
     angle, amount, zero = sign * x * (math.pi / 6), sign * x, torch.zeros_like(x)
     cos, sin, shear = angle.cos(), angle.sin(), 0.3 * amount
-    # Rows of 6: the place (u', v') = (a u + b v + c, d u + e v + f), where u and v go from -1 to 1.
-    one = torch.ones_like(x)
-    maps = [(cos, -sin * (H / W), zero, sin * (W / H), cos, zero),
-            (one, shear * (H / W), shear * (H / W), zero, one, zero),
-            (one, zero, zero, shear * (W / H), one, shear * (W / H)),
+    # u and v go from -1 to 1. A row (a, b, c, d, e, f) reads at (a u + b v + c, d u + e v + f).
+    wide, one = H / W, torch.ones_like(x)
+    maps = [(cos, -sin * wide, zero, sin / wide, cos, zero),        # in the order of GEOMETRIC
+            (one, shear * wide, shear * wide, zero, one, zero),
+            (one, zero, zero, shear / wide, one, shear / wide),
             (one, zero, 0.9 * amount, zero, one, zero),
-            (one, zero, zero, zero, one, 0.9 * amount)]                     # in the order of GEOMETRIC
+            (one, zero, zero, zero, one, 0.9 * amount)]
     maps = torch.stack([torch.stack(rows, 1) for rows in maps])             # (5, b, 6)
     maps = maps[which, torch.arange(len(x), device=x.device)].view(-1, 1, 1, 2, 3)
     u, v = ((2 * torch.arange(n, device=x.device) + 1) / n - 1 for n in (W, H))
@@ -260,7 +270,7 @@ def mix(images, targets, key, mixup=0.8, cutmix=1.0):
     return mixed, torch.lerp(partner(targets), targets, lam)
 
 
-# --- segmentation: the colours of training images, as in mmsegmentation 0.14.1 ---------------------
+# --- segmentation: colours of training images, as in mmsegmentation 0.14.1 ------------------------
 
 def scale_and_shift(x, factor, amount=0.0):
     """Compute factor * x + amount in grey levels, clip and round down; the result is float."""
@@ -294,8 +304,8 @@ def scale_hsv(x, saturation, turn):
 def distort(images, u):
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
-    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS), uniform numbers. Returns uint8. A fair coin decides whether contrast
-    comes second or last. If saturation and hue both change, the image is converted to HSV once;
+    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS), uniform numbers. Returns uint8. A fair coin
+    decides whether contrast comes second or last. If saturation and hue both change, the image is converted to HSV once;
     mmsegmentation converts it twice.
     """
     u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
