@@ -57,11 +57,10 @@ DATASETS = {
     "imagenet": DataSet(imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024, lr=1e-3,
         warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
-        repeats=3, ema=0.99996)),
+        repeats=3)),
     # your own photos, root/<class>/*.jpg
-    "folder": DataSet(folder, dict(model=None, image_size=None, patch_size=None, epochs=None,
-                                   batch_size=None, pad=None, keep_best=None, lr=1e-3,
-                                   attn="symmetric")),
+    "folder": DataSet(folder, dict(model="nano", image_size=64, patch_size=8, batch_size=16,
+                                   pad=8, lr=1e-3, attn="symmetric")),
 }
 
 
@@ -86,14 +85,15 @@ def load_data(args, device):
     of load_test influence nothing. Without these flags, the images to evaluate on are the test
     images.
     """
-    args = Namespace(**{**vars(args), "device": device, "classes": None})
+    args = Namespace(**{**vars(args), "device": device, "classes": None,
+                        "keep_best": args.data == "folder"})
     train = load_part("train", args)
     if args.data == "folder":
         if args.holdout:
             raise InputError("--holdout does not go with --data folder: use --keep_best, which "
                              "holds out a tenth of each class")
         val = load_part("val" if args.keep_best else "test", args)
-    elif args.holdout or args.keep_best:
+    elif args.holdout:
         if not isinstance(train, Split):
             raise InputError(f"--holdout and --keep_best do not go with --data {args.data}, whose "
                              f"images are not all in memory: leave both out")
@@ -126,7 +126,7 @@ def load_test(args, trained, size, classes):
     network that was not trained on --data_dir is tested on val/, or on all images if there is no
     val/.
     """
-    flags = dict(num_images=16000, seed=0, download=False, keep_best=False)
+    flags = dict(num_images=16000, seed=0, download=False, keep_best=args.data == "folder")
     flags.update(trained, data=args.data, data_dir=args.data_dir, device=args.device,
                  image_size=size, classes=classes)
     own = trained.get("data") == "folder" and same_folder(trained.get("data_dir"), args.data_dir)
@@ -135,7 +135,7 @@ def load_test(args, trained, size, classes):
 
 def split_name(args):
     """Return the name of the images on which a run is evaluated during training."""
-    if args.holdout or args.keep_best:
+    if args.holdout or args.data == "folder":
         return "validation"
     return "val" if args.data == "imagenet" else "test"
 
