@@ -314,6 +314,19 @@ def describe_model(model, checkpoint, path):
                 weights=f"{zlib.crc32(weights):08x}", model_config=asdict(c))
 
 
+def add_result(folder, row):
+    """Append a row to results.jsonl in a folder, or in the folder of a file; rank 0 writes."""
+    if os.environ.get("RANK", "0") == "0":
+        folder = Path(folder) if Path(folder).suffix != ".pt" else Path(folder).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        append_row(folder / "results.jsonl", row)
+
+
+def absolute(path):
+    """Return the absolute path, so that "photos" and "./photos" give the same row."""
+    return str(Path(path).resolve()) if path else None
+
+
 def table(rows, header):
     """Return a Markdown table with aligned columns. rows: lists of cells. header: its first row."""
     rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]
