@@ -287,7 +287,8 @@ def check_unchanged(checkpoint, now):
 
     now: {name: value}, settings of the data, of the model and of the batches.
     """
-    was = {**checkpoint["args"], **checkpoint["model_config"], **checkpoint}
+    about = {name: value for name, value in checkpoint.items() if name != "model"}    # the weights
+    was = {**checkpoint["args"], **checkpoint["model_config"], **about}
     for name, value in now.items():
         if was.get(name) != value:
             raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
