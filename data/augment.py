@@ -305,8 +305,8 @@ def distort(images, u):
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
     images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS), uniform numbers. Returns uint8. A fair coin
-    decides whether contrast comes second or last. If saturation and hue both change, the image is converted to HSV once;
-    mmsegmentation converts it twice.
+    decides whether contrast comes second or last. If saturation and hue both change, the image is
+    converted to HSV once; mmsegmentation converts it twice.
     """
     u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
 

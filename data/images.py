@@ -114,6 +114,12 @@ def list_images(root):
     return {name: found for name, found in files.items() if found}
 
 
+def walk_images(folder):
+    """List the images in a folder and in its subfolders."""
+    inner = [path for inside in subfolders(folder).values() for path in walk_images(inside)]
+    return list_files(folder) + inner
+
+
 PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
          "test": "test"}
 

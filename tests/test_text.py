@@ -168,7 +168,8 @@ def test_rare_and_new_words_become_unk(folder):
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
     """A text in decomposed letters has the tokens of the composed one."""
-    assert data_text.words_of("l'e\u0301te\u0301, nai\u0308ve") == "l'\u00e9t\u00e9 , na\u00efve".split()
+    words = data_text.words_of("l'e\u0301te\u0301, nai\u0308ve")
+    assert words == ["l'\u00e9t\u00e9", ",", "na\u00efve"]
     write(folder, "the M\u00fcller <unk>\n", "M\u00fcller\n", "the\n")
     composed = load_corpus(folder)
     write(folder, "the Mu\u0308ller <unk>\n", "Mu\u0308ller\n", "the\n")
