@@ -235,7 +235,8 @@ def main():
         raise common.InputError(f"--ckpt {args.ckpt} is a Segmenter: expected one image and no "
                                 f"--noise")
     fan = checkpoint.get("architecture") == "fan"
-    crop = DATASETS[checkpoint["args"]["data"]].crop if task == "classification" else 1.0
+    trained = checkpoint.get("args", {}).get("data")
+    crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
     if fan and not folder:
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
                                 f"layers with attention maps; expected a ViT, a Segmenter, or a "

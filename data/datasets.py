@@ -76,6 +76,9 @@ def find_photos(root, part):
     if len(classes) < 2:
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, expected 2 or "
                          f"more: {root}/<class>/*.jpg, or {root}/train/<class>/*.jpg")
+    missing = sorted(set(classes) - set(found.get("train", found.get("", ()))))
+    if missing and part != "all":
+        raise InputError(f"--data_dir {root} has no training images of {', '.join(missing[:5])}")
     labelled = {name: {one: [(path, classes.index(one)) for path in paths]
                        for one, paths in images.items()} for name, images in found.items()}
     if part == "all":

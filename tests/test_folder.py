@@ -178,7 +178,7 @@ def test_folders_without_a_training_are_one_line():
         make(name, 4)
     make("other/val", 1, classes=["cat", "dog", "cow"])
     for folder, words in (("one", "one has 1"), ("few", "cat has 2 images"), ("other", "cow"),
-                          ("val_only", "training images"), ("nowhere", "no folder 'nowhere'")):
+                          ("val_only", "no training images of cat, dog, owl"), ("nowhere", "no folder 'nowhere'")):
         assert words in refused(train_cls, "--data_dir", [folder]), folder
     assert "--holdout" in refused(train_cls, "--data_dir few --holdout 3")
     assert not Path("out").exists()
@@ -236,7 +236,7 @@ def masks(root, values, n=20):
         label = np.array(values, np.uint8).repeat(8)[None].repeat(40, 0)
         path = Path(root, "annotations", f"{i:02}.png")
         Image.fromarray(np.roll(label, i, 1)).save(path)
-        Image.fromarray(np.dstack([np.roll(label, i, 1) // 2 + 60] * 3)).save(
+        Image.fromarray(np.dstack([np.roll(label, i, 1) // 2 + 60 + i] * 3)).save(
             Path(root, "images", f"{i:02}.jpg"))
 
 

@@ -190,7 +190,7 @@ def test_bad_input_gives_one_line(run, classifier, tmp_path):
     save(tmp_path / "fan.pt", fan)
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
     for flags, word in ((("--image", text), "text.jpg"),
-                        (("--image", tmp_path / "lost.jpg"), "not found: "),
+                        (("--image", tmp_path / "lost.jpg"), "cannot read "),
                         (("--image", tmp_path), "no readable image"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "stores no classes"),
