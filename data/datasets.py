@@ -62,6 +62,10 @@ def imagenet(split, args):
 
 
 def folder(split, args):
+    if split == "train":
+        parts = part_folders(args.data_dir)
+        print0(f"{args.data_dir}: the test images, which only eval_robust.py uses, are "
+               f"{parts.get('test') or parts.get('val') or 'a tenth of each class'}")
     return load_photos(args.data_dir, split, args.image_size, args.crop, args.seen)
 
 
@@ -109,7 +113,7 @@ def load_photos(root, part, size, crop=1.0, seen=()):
         raise InputError(f"--data_dir {root}: no image can be read, or the network was trained on "
                          f"all of them")
     if part == "all":
-        print0(f"{os.path.dirname(os.path.dirname(files[0][0]))}: {len(images)} of {len(files)} "
+        print0(f"{os.path.dirname(os.path.dirname(files[0][0]))}/: {len(images)} of {len(files)} "
                f"images are evaluated, without images of the training")
     return Split(torch.stack(images), torch.tensor(labels), classes, hashes=hashes)
 
