@@ -52,7 +52,7 @@ def ours(name, images, level, sign):
 
 @pytest.mark.parametrize("name", OPS)
 def test_an_operation_equals_timms(name, monkeypatch):
-    """Colours agree to one grey level. Geometric operations interpolate and blend edges otherwise."""
+    """Colours agree to one grey level. Geometry differs at edges."""
     timm = pytest.importorskip("timm.data.auto_augment")
     images = make_images(8, 61, 96)
     how = dict(fillcolor=FILL, resample=Image.Resampling.BICUBIC) if name in aug.GEOMETRIC else {}

@@ -178,7 +178,8 @@ def test_folders_without_a_training_are_one_line():
         make(name, 4)
     make("other/val", 1, classes=["cat", "dog", "cow"])
     for folder, words in (("one", "one has 1"), ("few", "cat has 2 images"), ("other", "cow"),
-                          ("val_only", "no training images of cat, dog, owl"), ("nowhere", "no folder 'nowhere'")):
+                          ("val_only", "no training images of cat, dog, owl"),
+                          ("nowhere", "no folder 'nowhere'")):
         assert words in refused(train_cls, "--data_dir", [folder]), folder
     make("enough", 4)
     assert "--holdout" in refused(train_cls, "--data_dir enough --holdout 3")
