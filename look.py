@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
-from data.decode import IMAGE_EXTENSIONS, printable, read_image
-from data.photos import middle_square
+from data.datasets import DATASETS
+from data.images import central_square, read_image, walk_images
+from data.masks import palette
 from data.shapes import SHAPES, load_shapes
-from data.views import palette
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
 from fan import fan_from_checkpoint
@@ -124,13 +124,13 @@ def likeliest(model, images, classes, n):
                      zip(*(t.tolist() for t in probabilities)))
 
 
-def look_at_classifier(model, classes, image, noise):
+def look_at_classifier(model, classes, image, noise, crop=1.0):
     """Print the likeliest classes and the size of S; return a picture of attention and S.
 
     image: (3, h, w) uint8. noise: the number of patches to replace by noise.
     """
     size, patch = model.config.image_size, model.config.patch_size
-    clean = middle_square(image, size)[None] / 255                      # (1, 3, S, S)
+    clean = central_square(image, size, crop)[None] / 255                      # (1, 3, S, S)
     images, hit = corrupt_patches(clean, "noise", patch, n=noise)
     hit = hit[0]                                                        # (P,)
     if noise:
@@ -204,25 +204,22 @@ def look_at_segmenter(model, classes, image):
 
 # --- a classifier and a folder --------------------------------------------------------------------
 
-def classify_folder(model, classes, folder):
+def classify_folder(model, classes, folder, crop=1.0):
     """Classify each image in a folder and its subfolders: [(file, class, probability)].
 
     Files that cannot be read are left out, and their names are printed.
     """
-    paths = [path for path in sorted(Path(folder).rglob("*"))
-             if path.name.lower().endswith(IMAGE_EXTENSIONS) and path.name[0] != "."]
     rows = []
-    for path in paths:
+    for path in walk_images(folder):
         try:
-            images = middle_square(read_image(str(path)), model.config.image_size)[None] / 255
+            image = central_square(read_image(path), model.config.image_size, crop)
         except common.InputError as error:
             print(f"left out: {error}")
             continue
-        probability, k = model(images)[0].softmax(0).max(0)
-        rows.append((printable(path.relative_to(folder)), classes[k], f"{probability:.4f}"))
+        probability, k = model(image[None] / 255)[0].softmax(0).max(0)
+        rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}"))
     if not rows:
-        raise common.InputError(f"--image {folder} contains no readable image; expected "
-                                f"{', '.join(IMAGE_EXTENSIONS)}")
+        raise common.InputError(f"--image {folder} contains no readable image")
     return rows
 
 
@@ -238,6 +235,8 @@ def main():
         raise common.InputError(f"--ckpt {args.ckpt} is a Segmenter: expected one image and no "
                                 f"--noise")
     fan = checkpoint.get("architecture") == "fan"
+    trained = checkpoint.get("args", {}).get("data")
+    crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
     if fan and not folder:
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
                                 f"layers with attention maps; expected a ViT, a Segmenter, or a "
@@ -250,7 +249,7 @@ def main():
     # Write a table for a folder, or a picture for an image.
     out = args.out or ("look.csv" if folder else "look.png")
     if folder:
-        rows = classify_folder(model, classes, args.image)
+        rows = classify_folder(model, classes, args.image, crop)
         header = ["file", "class", "probability"]
         print(common.table(rows, header))
     else:
@@ -260,8 +259,8 @@ def main():
         noise = (6 if scenes else 0) if args.noise is None else args.noise
         if scenes:
             print(f"scene {args.scene} shows: {list(SHAPES)[scenes.labels[args.scene]]}")
-        page = (look_at_classifier(model, classes, image, noise) if task == "classification" else
-                look_at_segmenter(model, classes, image))
+        page = (look_at_classifier(model, classes, image, noise, crop) if task == "classification"
+                else look_at_segmenter(model, classes, image))
     try:
         if folder:
             with open(out, "w", newline="", encoding="utf-8") as file:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from attention import LAYER_PATTERNS, SelfAttention, check_choice, layer_attention
 from common import InputError
-from data.views import IGNORE, resize, resized
+from data.masks import IGNORE, resize, resized
 from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 

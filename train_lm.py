@@ -8,7 +8,7 @@
         --data_dir data/wikitext-103                      # the paper's run
     python train_lm.py --resume out/pydoc_rpc             # continue exactly where the run stopped
     python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"
-    python eval_robust.py --ckpt out/pydoc_rpc            # test on clean and attacked text
+    python train_lm.py --eval_only out/pydoc_rpc          # test on clean and attacked text
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
 `IDSIA/lmtool-fwp`. Differences from that code:
@@ -28,21 +28,23 @@ import math
 import re
 import textwrap
 import time
+import zlib
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from tqdm import tqdm
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
+from common import InputError, bar
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, describe_corpus, load_corpus, perplexity, random_windows,
-                       sliding_nll, stored_vocabulary, text_folder)
+from data.text import (EOS, SPLITS, UNK, describe_corpus, lines_to_score, load_corpus, perplexity,
+                       random_windows, sliding_nll, stored_vocabulary, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
+from robust.words import WORD, word_swap
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
@@ -65,11 +67,9 @@ def get_args():
 
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
-    # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
-                                usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # Types: COUNT is an int >= 1, NATURAL and SEED are ints >= 0, REAL is a float >= 0, SHARE is a
-    # float in [0, 1). common.number(type, low, high) includes both ends.
+    p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
@@ -80,16 +80,16 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
-    flag("--context", type=COUNT, help="use windows of this many tokens (default: set by --model)")
+    flag("--context", type=int, help="use windows of this many tokens (default: set by --model)")
     # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
          help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
-    flag("--n_iter", type=COUNT, default=4, help="run this many steps of PAP, the algorithm in "
+    flag("--n_iter", type=int, default=4, help="run this many steps of PAP, the algorithm in "
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=common.number(float, 0, math.inf), default=4.0, help="set PAP's lambda; "
+    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; "
          "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
     flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
          "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
@@ -98,46 +98,49 @@ def get_args():
          "like the paper (all); with all, the model reads the future")
     flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters of words start "
          "at these ids, for example 20000,40000,200000; none uses the full softmax")
-    flag("--dropout", type=SHARE, default=0.1, help="drop activations at this rate")
+    flag("--dropout", type=float, default=0.1, help="drop activations at this rate")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=COUNT, help="train for this many steps, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many windows per step, over all processes")
-    flag("--lr", type=REAL, help="set Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=NATURAL, help="begin with this many steps of linear warm-up")
-    flag("--clip", type=REAL, default=0.25, help="clip the gradient to this norm (0: no clipping)")
+    flag("--steps", type=int, help="train for this many steps, the length of the schedule")
+    flag("--batch_size", type=int, help="use this many windows per step, over all processes")
+    flag("--lr", type=float, help="set Adam's highest learning rate; there is no weight decay")
+    flag("--warmup", type=int, help="begin with this many steps of linear warm-up")
+    flag("--clip", type=float, default=0.25, help="clip the gradient to this norm (0: no clipping)")
+
+    flag = p.add_argument_group("evaluation").add_argument
+    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
+         "run, instead of training: perplexity of the clean text, and after the word swap")
+    flag("--window", type=int, help="evaluate in windows of this many tokens (default: the "
+         "context)")
+    flag("--stride", type=int, help="move the window by this many tokens (default: a quarter of "
+         "--window; the paper uses 1, which takes longest)")
+    flag("--limit", type=int, help="evaluate on this many tokens (default: all)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
          "and continue --prompt instead of training")
-    flag("--words", type=NATURAL, default=40, help="sample this many words (0: none in training)")
+    flag("--words", type=int, default=40, help="sample this many words (0: none in training)")
     flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw weights, windows and samples from this seed")
-    flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
+    flag("--seed", type=int, default=0, help="draw weights, windows and samples from this seed")
+    flag("--device", help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
-    flag("--eval_every", type=COUNT, help="evaluate and save every EVAL_EVERY steps")
-    flag("--keep_best", action=boolean, default=True, help="keep the checkpoint with the lowest "
-         "valid perplexity as best.pt (default: on)")
-    flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
+    flag("--compile", action=boolean, help="train a compiled model with CUDA graphs (default: on "
+         "for CUDA)")
+    flag("--eval_every", type=int, help="evaluate and save every EVAL_EVERY steps")
+    flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>, or "
          "out/text_<attn> for folder)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    # Priority: command line, resumed run, recipe, default of the flag. `given` has the flags on the
-    # command line, and `stored` the flags of the resumed run.
-    given, checkpoint, stored = common.resumed_run(p, "language modelling")
-    data = given.data or stored.get("data") or ("folder" if given.data_dir else "pydoc")
-    recipe = {"data": data, **RECIPES[data]}
-    args = common.parse_flags(p, recipe, stored)
-
-    if not args.sample:
-        name = "text" if data == "folder" else data
-        args.out_dir = common.run_folder(args, default=f"out/{name}_{args.attn}")
+    args, checkpoint = common.parse_flags(p, "language modelling", RECIPES, default="pydoc")
+    if not args.sample and not args.eval_only:
+        name = "text" if args.data == "folder" else args.data
+        args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{name}_{args.attn}")
     args.context = args.context or LM_SIZES[args.model]["context"]
+    if args.context < 2:
+        raise InputError("--context 1: expected 2 or more; a window of one token has no context")
     return args, checkpoint
 
 
@@ -187,6 +190,57 @@ def evaluate(model, corpus, args, rank, world):
     return dict(perplexity=perplexity(nats))
 
 
+def evaluate_only(args, rank, world, device):
+    """Print the perplexities of a checkpoint, and append them to results.jsonl as rows.
+
+    segment: in windows that do not overlap. sliding: in overlapping windows.
+    attacked: sliding, after the word swap; the inserted words count, but no model can predict them.
+    attacked_unswapped: as attacked, but the inserted words do not count.
+    clean_unswapped: the same words in the clean text. The difference between attacked_unswapped and
+        clean_unswapped is the effect of the attack on the words that it did not replace.
+    unknown: per cent of the words that are not in the vocabulary.
+    swapped: the number of replaced words. word: the word that replaces them.
+    """
+    checkpoint = common.load(args.eval_only)
+    model, trained = lm_from_checkpoint(checkpoint).to(device), checkpoint["args"]
+    vocab, data_dir = stored_vocabulary(checkpoint), args.data_dir or trained["data_dir"]
+    data = args.data if args.data_dir else trained["data"]
+    window = args.window or model.config.context
+    stride = args.stride or max(window // 4, 1)
+    if window > model.config.context:
+        raise InputError(f"--window {window} is more than the context of {model.config.context} "
+                         f"tokens that the model was trained with")
+    # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
+    # because <unk> would be too easy to predict.
+    word, found = WORD if WORD in vocab else vocab.words[-1], []
+    for split, lines in lines_to_score(data, data_dir, trained).items():
+        began = time.perf_counter()
+        swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
+        clean, other = (vocab.encode_lines(x)[:args.limit] for x in (lines, swapped_lines))
+        kept = ~torch.tensor(swapped[1:len(clean)])
+
+        def nats(tokens, stride, title):                # the loss of each token but the first
+            return sliding_nll(model, tokens, window, stride, rank=rank, world=world,
+                               progress=f"{split} {title}")
+
+        sliding, attacked = nats(clean, stride, "sliding"), nats(other, stride, "attacked")
+        segments = sliding if stride == window else nats(clean, window, "segment-wise")
+        numbers = dict(segment=perplexity(segments), sliding=perplexity(sliding),
+                       attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, kept),
+                       clean_unswapped=perplexity(sliding, kept),
+                       unknown=round(100 * float((clean == vocab.get(UNK, -1)).mean()), 4))
+        row = dict(common.describe_model(model, checkpoint, args.eval_only),
+                   task="language modelling", data=data, data_dir=common.absolute(data_dir),
+                   name="perplexity", settings=dict(split=split, window=window, stride=stride),
+                   images=len(clean), seed=args.seed, precision="float32", **numbers, word=word,
+                   swapped=int((~kept).sum()), seconds=round(time.perf_counter() - began, 2),
+                   date=str(date.today()), **common.code_version(),
+                   hardware=common.describe(device), processes=world)
+        found.append([split, len(clean), *(f"{value:.2f}" for value in numbers.values())])
+        common.add_result(args.out_dir or args.eval_only, row)
+    common.print0(common.table(found, ["text", "tokens", *numbers]))
+
+
 def prompt_ids(prompt, vocab):
     """Return the ids of <eos> and of the prompt's words, (1, n) int64.
 
@@ -217,9 +271,8 @@ def sample(model, vocab, args, device):
 def print_sample(args, device):
     """Print a text that the model of --sample writes."""
     checkpoint = common.load(args.sample)
-    with common.error_prefix(f"--sample {args.sample}"):
-        model = lm_from_checkpoint(checkpoint).to(device)
-        print(sample(model, stored_vocabulary(checkpoint), args, device))
+    model = lm_from_checkpoint(checkpoint).to(device)
+    print(sample(model, stored_vocabulary(checkpoint), args, device))
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -249,6 +302,9 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
+    if args.eval_only:
+        return evaluate_only(args, rank, world, device)
+
     # Data. Look up --prompt now, so that an unknown word is an error before the training begins.
     corpus = load_text(args)
     vocab = corpus.vocab
@@ -257,11 +313,7 @@ def main():
 
     # Model. The flags describe the model, also with --resume.
     size = {**LM_SIZES[args.model], "context": args.context}
-    try:
-        cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
-    except ValueError:
-        raise InputError(f"--cutoffs {args.cutoffs}: expected none, or ids such as "
-                         f"20000,40000,200000") from None
+    cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
     config = LMConfig(vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form,
@@ -278,23 +330,28 @@ def main():
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume. The model and the data, which `about` describes, must be the same as before. The
-    # checkpoint contains the weights and the optimiser's state. `load_optimizer` keeps the
-    # settings of this command, which optimizer.load_state_dict would replace. Random numbers have
-    # no state: they depend on seed, step and place in the batch only.
-    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train))
+    # Resume. The data, which `about` describes, the model and the batch size must be the same as
+    # before. `load_optimizer` keeps the settings of this command, which optimizer.load_state_dict
+    # would replace. Random numbers have no state: they depend on seed, step and place in the batch
+    # only.
+    fingerprint = zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes())
+    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
+                 fingerprint=fingerprint)
     if checkpoint:
-        common.check_unchanged(checkpoint, {**about, **asdict(config)})
+        common.check_unchanged(checkpoint, dict(about, **asdict(config),
+                                                batch_size=args.batch_size))
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
     # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
-    # the same weights, is evaluated and saved.
-    if args.compile and model.adaptive:             # the adaptive softmax has data-dependent shapes
+    # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
+    # a CUDA graph, so the CPU does not launch each kernel.
+    compiling = device.type == "cuda" if args.compile is None else args.compile
+    if compiling and model.adaptive:               # the adaptive softmax has data-dependent shapes
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
-    compiled = torch.compile(model) if args.compile else model
+    compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
@@ -312,11 +369,10 @@ def main():
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
-    bar = tqdm(range(first, stop), desc="training", total=stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
-    began = clock = time.time()
+    progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    began = clock = time.perf_counter()
     pending = []                            # loss and gradient norm of the steps not yet logged
-    for step in bar:
+    for step in progress:
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -338,12 +394,12 @@ def main():
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
         # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
-        # and save every --eval_every steps and at the end. Log after every --log_every steps, and
+        # and save every --eval_every steps and at the end. Log after every LOG_EVERY steps, and
         # whenever the run is saved.
         done = step + 1
         evaluating = done == stop or done % args.eval_every == 0
         saving = evaluating
-        logging = saving or done % args.log_every == 0
+        logging = saving or done % common.LOG_EVERY == 0
 
         # Log the means over all processes and all steps since the last row. `finite_means` ends the
         # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
@@ -353,11 +409,11 @@ def main():
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
-            rate = args.batch_size * args.context * len(pending) / (time.time() - clock)
+            rate = args.batch_size * args.context * len(pending) / (time.perf_counter() - clock)
             if rank == 0:
                 log.append(dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate, lr=lr))
-            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} tokens/s")
-            if bar.disable:
+            progress.set_postfix_str(f"loss {loss:.3f} {rate:.0f} tokens/s")
+            if progress.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
 
         # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
@@ -382,7 +438,7 @@ def main():
         # Save. A file is replaced completely or not at all. A run that is killed before this line
         # repeats the evaluation when it is resumed.
         if saving and rank == 0:
-            better = args.keep_best and metrics["perplexity"] < best.get("perplexity", math.inf)
+            better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="language modelling", args=vars(args), step=done, metrics=metrics,
@@ -392,17 +448,17 @@ def main():
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # the speed excludes evaluation and saving
+            clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
     # Print the result, if the last step was evaluated.
     if metrics:
         common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                      f"(segment-wise) after {stop} steps, {(time.time() - began) / 60:.1f} "
+                      f"(segment-wise) after {stop} steps, {(time.perf_counter() - began) / 60:.1f} "
                       f"minutes")
         if best:
             common.print0(f"best.pt: the lowest valid perplexity, {best['perplexity']:.2f}, was "
                           f"after {best['step']} steps")
-        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
+        common.print0(f"next: {common.command('train_lm.py', '--eval_only', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

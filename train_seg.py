@@ -8,14 +8,15 @@
     torchrun --standalone --nproc_per_node=4 train_seg.py --data ade20k \\
         --data_dir data/ADEChallengeData2016 --backbone out/imagenet_rpc      # the paper's run
     python train_seg.py --resume out/seg_shapes_rpc       # continue exactly where the run stopped
-    python eval_robust.py --ckpt out/seg_shapes_rpc       # test on clean and corrupted images
+    python train_seg.py --eval_only out/seg_shapes_rpc    # test on clean and corrupted images
 
 Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Recipe: `rstrudel/segmenter`,
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, a polynomial schedule, 64
 epochs of ADE20K. Differences from that code:
 - GPUs use bf16 (float32 with --no-amp).
 - A loss that is not finite stops the run.
-- The result is the network after the last epoch. --keep_best also keeps the best network.
+- The result is the network after the last epoch. For your own images, a tenth of the images
+  chooses the best network, best.pt.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
 sample). docs/data.md describes GPUs and several processes.
@@ -24,8 +25,12 @@ sample). docs/data.md describes GPUs and several processes.
 import argparse
 import math
 import os
+import sys
 import time
+from argparse import Namespace
 from dataclasses import asdict
+from datetime import date
+from functools import partial
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -33,15 +38,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from tqdm import tqdm
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import COUNT, NATURAL, REAL, SEED, SHARE, InputError
-from data.batches import image_batches
-from data.masks import mask_flags
+from common import InputError, bar
+from data.images import fingerprint, image_batches
+from data.masks import (IGNORE, TrainingViews, find_values, finish_views, load_segmentation,
+                        save_pictures)
 from data.rng import DROPOUT, epoch_order, seed_from
-from data.views import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
-from segmenter import Segmenter, SegmenterConfig, backbone_settings, evaluate, load_encoder, predictions
+from robust.corruptions import NAMES, corrupt
+from segmenter import (Segmenter, SegmenterConfig, backbone_settings, evaluate, load_encoder,
+                       predictions, segmenter_from_checkpoint)
 from vit import SIZES, classifier_from_checkpoint, load_timm
 
 # The recipe that --data selects; flags on the command line override it.
@@ -55,9 +61,8 @@ RECIPES = {
     # (symmetric)
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
                    weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
-    # your own images; `mask_flags` chooses the flags with None from the number and size of images
-    "folder": dict(size=None, epochs=None, batch_size=None, eval_every=None, patch_size=None,
-                   attn="symmetric", keep_best=None),
+    # your own images; `main` chooses the number of epochs
+    "folder": dict(size=64, patch_size=8, batch_size=8, eval_every=10, attn="symmetric"),
 }
 # The encoder's flags without --backbone. The recipe and the command line override them.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
@@ -69,11 +74,9 @@ def get_args():
 
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
-    # common.Help adds the defaults to the help texts. `common.parse_flags` adds --help.
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help, add_help=False,
-                                usage="%(prog)s [--flag value ...]", allow_abbrev=False)
-    # Types: COUNT is an int >= 1, NATURAL and SEED are ints >= 0, REAL is a float >= 0, SHARE is a
-    # float in [0, 1). common.number(type, low, high) includes both ends.
+    p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
@@ -81,12 +84,10 @@ def get_args():
     flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
          "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
          "all layouts")
-    flag("--ignore", type=common.number(int, 0, 255), nargs="*", help="ignore pixels with these "
-         "values in the annotations (default for folder: 255)")
-    flag("--num_classes", type=common.number(int, 2, 254), help="expect this many classes (default "
+    flag("--num_classes", type=int, help="expect this many classes (default "
          "for folder: as many as the annotations contain)")
-    flag("--num_images", type=COUNT, default=16000, help="render this many training images")
-    flag("--num_workers", type=NATURAL, default=min(os.cpu_count() or 1, 10),
+    flag("--num_images", type=int, default=16000, help="render this many training images")
+    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
          help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
@@ -94,78 +95,88 @@ def get_args():
          "it determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
          "shapes, else none)")
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
-    flag("--patch_size", type=COUNT, help="cut images into patches with this side, in pixels")
+    flag("--patch_size", type=int, help="cut images into patches with this side, in pixels")
     # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
          "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
          "all; layer 0 is the first, which the paper calls layer1")
-    flag("--n_iter", type=COUNT, help="run this many steps of PAP, the algorithm in RPC-Attention; "
+    flag("--n_iter", type=int, help="run this many steps of PAP, the algorithm in RPC-Attention; "
          "the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=common.number(float, 0, math.inf), help="set PAP's lambda; the paper uses "
+    flag("--lambd", type=float, help="set PAP's lambda; the paper uses "
          "4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
     flag("--form", choices=FORMS, help="run PAP like the released code (released), like the "
          "printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
          "the decoder; rpc is RPC-Attention in its first block (default: the encoder's attention)")
-    flag("--drop_path", type=SHARE, default=0.0, help="skip residual branches at this rate in the "
+    flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
          "encoder's last block, and at smaller rates in earlier blocks")
-    flag("--dropout", type=SHARE, default=0.1, help="drop activations of the decoder at this rate")
+    flag("--dropout", type=float, default=0.1, help="drop activations of the decoder at this rate")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=COUNT, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=COUNT, help="use this many images per step, over all processes")
-    flag("--optimizer", choices=["adamw", "sgd"], default="adamw", help="choose the optimiser; sgd "
-         "has Nesterov momentum 0.9, as in the paper")
-    flag("--lr", type=REAL, default=2e-3, help="begin with this learning rate")
-    flag("--min_lr", type=REAL, default=1e-5, help="end with this learning rate")
-    flag("--weight_decay", type=REAL, default=0.05, help="set the weight decay of matrices")
-    flag("--clip", type=REAL, default=1.0, help="clip the gradient to this norm (0: no clipping)")
+    flag("--epochs", type=int, help="train for this many epochs, the length of the schedule")
+    flag("--batch_size", type=int, help="use this many images per step, over all processes")
+    flag("--lr", type=float, default=2e-3, help="begin with this learning rate")
+    flag("--weight_decay", type=float, default=0.05, help="set the weight decay of matrices")
+    flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (0: no clipping)")
 
     flag = p.add_argument_group("views").add_argument
-    flag("--size", type=COUNT, help="resize the short side of images to this many pixels, and "
+    flag("--size", type=int, help="resize the short side of images to this many pixels, and "
          "train on square crops with this side, a multiple of --patch_size")
-    flag("--window", type=COUNT, help="evaluate in square windows with this side (default: --size)")
-    flag("--stride", type=COUNT, help="move the window by this many pixels (default: --window)")
+    flag("--window", type=int, help="evaluate in square windows with this side (default: --size)")
+    flag("--stride", type=int, help="move the window by this many pixels (default: --window)")
+
+    flag = p.add_argument_group("evaluation").add_argument
+    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
+         "run, instead of training: on clean and on corrupted images")
+    flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="corrupt images at "
+         "these severities; without a number only clean images (default: 1 2 3 4 5)")
+    flag("--scales", type=float, nargs="+", default=[1.0], help="resize images by these factors, "
+         "and average the probabilities over all sizes (default: 1)")
+    flag("--flip", action=boolean, default=False, help="also average the probabilities over "
+         "mirrored images")
+    flag("--limit", type=int, help="evaluate on this many images (default: 320 corrupted scenes, "
+         "else all)")
+    flag("--frost_dir", help="make frost from ImageNet-C's photographs in this folder (default: "
+         "from synthetic frost)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=SEED, default=0, help="draw weights, order and augmentation from this seed")
-    flag("--device", type=common.device, help="run on cuda, mps or cpu (default: the best found)")
+    flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
+    flag("--device", help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, default=False, help="train a compiled model (torch.compile)")
-    flag("--log_every", type=COUNT, default=20, help="log every LOG_EVERY steps")
-    flag("--eval_every", type=COUNT, default=2, help="evaluate every EVAL_EVERY epochs")
-    flag("--keep_best", action=boolean, default=False, help="hold out a tenth of the training "
-         "images, and keep the checkpoint with the highest mean IoU on them as best.pt (default: "
-         "on for folder, else off)")
-    flag("--max_steps", type=COUNT, help="stop after this many steps; the schedule stays the same")
+    flag("--compile", action=boolean, help="train a compiled model with CUDA graphs (default: on "
+         "for CUDA)")
+    flag("--eval_every", type=int, default=2, help="evaluate every EVAL_EVERY epochs")
+    flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn>, or "
          "out/seg_<data>_backbone if --backbone is given)")
     flag("--resume", help="continue the run in this folder, with its flags")
-
-    # Priority: command line, resumed run, recipe, default of the flag. `given` has the flags on the
-    # command line, and `stored` the flags of the resumed run.
-    given, checkpoint, stored = common.resumed_run(p, "segmentation")
-    data = given.data or stored.get("data") or ("folder" if given.data_dir else "shapes")
 
     # A backbone determines the encoder, so the encoder's flags become None. Training on scenes
     # starts from a backbone in weights/, because a small network learns little from scratch in
     # minutes. --attn then chooses the backbone, and names the run's folder. If other flags of the
     # encoder are on the command line, training starts from scratch.
-    recipe = {**ENCODER, **RECIPES[data]}
-    given_encoder = [name for name in ENCODER if getattr(given, name) is not None]
-    shipped = Path(__file__).with_name("weights") / f"shapes_{given.attn or 'rpc'}.pt"
-    if given.backbone and given_encoder:
-        raise InputError(f"--backbone {given.backbone} determines the encoder; leave out "
-                         f"--{', --'.join(given_encoder)}")
-    if given.backbone:
-        recipe.update(dict.fromkeys(ENCODER))
-    elif data == "shapes" and given_encoder in ([], ["attn"]) and shipped.exists():
-        recipe.update(dict.fromkeys(ENCODER), backbone=os.path.relpath(shipped), attn="rpc")
-    model_flags = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout")
-    args = common.parse_flags(p, {"data": data, **recipe}, stored, fixed=model_flags)
-    args.out_dir = common.run_folder(args, default=f"out/seg_{data}_{args.attn or 'backbone'}")
+    recipes = {name: dict(optimizer="adamw") | recipe for name, recipe in RECIPES.items()}
+    args, checkpoint = common.parse_flags(p, "segmentation", recipes, default="shapes")
+    if checkpoint or args.eval_only:
+        args.out_dir = args.resume or args.out_dir
+        return args, checkpoint
+    given = [name for name in ENCODER if f"--{name}" in {w.split("=")[0] for w in sys.argv}]
+    if args.backbone and given:
+        raise InputError(f"--backbone {args.backbone} determines the encoder; leave out "
+                         f"--{', --'.join(given)}")
+    shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn or 'rpc'}.pt"
+    if args.backbone:
+        vars(args).update(dict.fromkeys(ENCODER))
+    elif args.data == "shapes" and given in ([], ["attn"]) and shipped.exists():
+        name = args.attn or "rpc"
+        vars(args).update(dict.fromkeys(ENCODER) | dict(backbone=os.path.relpath(shipped),
+                                                        attn=name))
+    else:
+        vars(args).update({k: v for k, v in ENCODER.items() if getattr(args, k) is None})
+    name = args.attn or "backbone"
+    args.out_dir = common.new_run(args.out_dir or f"out/seg_{args.data}_{name}")
     return args, checkpoint
 
 
@@ -212,8 +223,63 @@ def train_batches(views, args, start, stop, mean, rank, world):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, total, args):
-    """Return the learning rate of a step: (lr - min_lr) (1 - step / total)^0.9 + min_lr."""
-    return (args.lr - args.min_lr) * (1 - step / total) ** 0.9 + args.min_lr
+    """Return the learning rate of a step: polynomial, down to MIN_LR."""
+    return (args.lr - common.MIN_LR) * (1 - step / total) ** 0.9 + common.MIN_LR
+
+
+def evaluate_only(args, rank, world, device):
+    """Print the scores of a checkpoint, and append them to results.jsonl as rows.
+
+    Measures clean images, then each of the 15 corruptions; a field of a corruption is a list with
+    one number per severity.
+    """
+    checkpoint = common.load(args.eval_only)
+    model, trained = segmenter_from_checkpoint(checkpoint).to(device), checkpoint["args"]
+    data = args.data if args.data_dir else trained["data"]
+    data_dir = args.data_dir or trained["data_dir"]
+    flags = Namespace(**{**trained, "data": data, "data_dir": data_dir})
+    if data == "folder" and trained["data"] != "folder":
+        flags.values = find_values(data_dir)
+    test = load_segmentation(flags, "test", seen=checkpoint.get("seen", ()))
+    if list(test.classes) != list(checkpoint["classes"]):
+        raise InputError(f"{args.eval_only} has the classes {checkpoint['classes'][:9]}, but "
+                         f"{data_dir or data} has {list(test.classes)[:9]}; name the same classes "
+                         f"in the same order in classes.txt")
+    size = model.config.image_size
+    window = args.window or size
+    views = dict(window=window, stride=args.stride or window, scales=args.scales, flip=args.flip)
+    measures = [("clean", {})] + [("corruptions", dict(type=name, severities=args.severities))
+                                  for name in NAMES if args.severities]
+    found, names = [], ("pixel_accuracy", "mean_accuracy", "mean_iou")
+    for name, settings in measures:
+        began = time.perf_counter()
+        limit = args.limit or (320 if name != "clean" and data == "shapes" else len(test))
+        index = epoch_order(len(test), epoch=0, seed=args.seed)[:limit].tolist()
+        results = []
+        for severity in settings.get("severities", [None]):     # None: clean images
+            change = severity and partial(corrupted, settings["type"], severity, args)
+            result, _ = evaluate(model, test, size=size, index=index, change=change, rank=rank,
+                                 world=world, num_workers=args.num_workers,
+                                 progress=settings.get("type", name), **views)
+            del result["images"]                        # the row has this number
+            results.append(result)
+        numbers = {k: [r[k] for r in results] if settings else v for k, v in results[0].items()}
+        row = dict(common.describe_model(model, checkpoint, args.eval_only), task="segmentation",
+                   data=data, data_dir=common.absolute(data_dir), name=name,
+                   settings=dict(settings, **views, frost_dir=common.absolute(args.frost_dir)),
+                   images=len(index), seed=args.seed, precision="float32", **numbers,
+                   seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
+                   **common.code_version(), hardware=common.describe(device), processes=world)
+        common.add_result(args.out_dir or args.eval_only, row)
+        means = (sum(r[k] for r in results) / len(results) for k in names)
+        found.append([settings.get("type", name), len(index), *(f"{mean:.2f}" for mean in means)])
+    common.print0(common.table(found, ["measure", "images", *names]))
+
+
+def corrupted(name, severity, args, images, numbers):
+    """Corrupt images (b, 3, H, W) uint8, by random numbers of the image numbers `numbers`."""
+    return corrupt(images, name, severity, seed=args.seed, index=numbers,
+                   frost_dir=args.frost_dir)
 
 
 def main():
@@ -228,26 +294,29 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, `mask_flags` looks at the images and chooses the flags that the
-    # recipe leaves open (None), such as --size and --epochs.
+    if args.eval_only:
+        return evaluate_only(args, rank, world, device)
+
+    # Data. For your own images, a tenth of the images is held out and chooses best.pt.
+    keep_best = args.data == "folder"
     if args.data == "folder":
-        vars(args).update(mask_flags(args))
+        args.values = find_values(args.data_dir)
+        args.num_classes = len(args.values)
     args.window = args.window or args.size
     args.stride = args.stride or args.window
-    if args.stride > args.window:
-        raise InputError(f"--stride {args.stride} is more than --window {args.window}, so windows "
-                         f"would miss pixels; choose a smaller stride")
     evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                       num_workers=args.num_workers)                 # for `evaluate`, `predictions`
     train = load_segmentation(args, "train")                        # a Dataset with .classes
-    val = load_segmentation(args, "val" if args.keep_best else "test")
-    split = "validation" if args.keep_best else "test"
+    val = load_segmentation(args, "val")
+    split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
     scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes keep their size
     views = TrainingViews(train, args.size, scales, args.seed)
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
+    if args.epochs is None:                             # your own images: about 3,000 steps
+        args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
     total = args.epochs * epoch_steps
 
     # Model. With --resume, the checkpoint describes the model. Otherwise a backbone, if there is
@@ -257,26 +326,21 @@ def main():
         config = SegmenterConfig(**checkpoint["model_config"])
     else:
         if backbone:
-            with common.error_prefix(f"--backbone {args.backbone}"):
-                backbone = (classifier_from_checkpoint if "task" in backbone else load_timm)(backbone)
-                encoder = backbone_settings(backbone.config)        # sizes and attention
+            read = classifier_from_checkpoint if "task" in backbone else load_timm
+            backbone = read(backbone)
+            encoder = backbone_settings(backbone.config)            # sizes and attention
         else:
             size = SIZES[args.model]
             encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
                            rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                            pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
-        for name, side in (("size", args.size), ("window", args.window)):
-            if side % encoder["patch_size"]:
-                raise InputError(f"--{name} {side} is not a multiple of the patch size "
-                                 f"{encoder['patch_size']}")
         config = SegmenterConfig(**encoder, num_classes=len(train.classes), image_size=args.size,
                                  drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
                                  decoder_dropout=args.dropout)
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
-        with common.error_prefix(f"--backbone {args.backbone}"):
-            load_encoder(model, backbone)
+        load_encoder(model, backbone)
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
@@ -294,21 +358,25 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. The data, which `about` describes, must be the same as before. The checkpoint contains
-    # the weights and the optimiser's state. `load_optimizer` keeps the settings of this command,
-    # such as --weight_decay, which optimizer.load_state_dict would replace. Random numbers have no
-    # state: they depend on seed, step and sample only.
-    about = dict(classes=list(train.classes), training_images=len(train))
+    # Resume. The data, which `about` describes, the model and the batch size must be the same as
+    # before. `load_optimizer` keeps the settings of this command, such as --weight_decay, which
+    # optimizer.load_state_dict would replace. Random numbers have no state: they depend on seed,
+    # step and sample only.
+    about = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
-        common.check_unchanged(checkpoint, about)
+        names = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout", "size", "batch_size")
+        flags = {name: getattr(args, name) for name in names}
+        common.check_unchanged({**checkpoint, "model_config": {}}, {**about, **flags})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
     # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
-    # the same weights, is evaluated and saved.
-    compiled = torch.compile(model) if args.compile else model
+    # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
+    # a CUDA graph, so the CPU does not launch each kernel.
+    compiling = device.type == "cuda" if args.compile is None else args.compile
+    compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
@@ -326,11 +394,10 @@ def main():
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
-    bar = tqdm(range(first, stop), desc="training", total=stop, initial=first, unit="step",
-               disable=rank > 0 or None, dynamic_ncols=True)    # None: show it in a terminal only
-    began = clock = time.time()
+    progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    began = clock = time.perf_counter()
     pending = []                            # loss and gradient norm of the steps not yet logged
-    for step in bar:
+    for step in progress:
         lr = learning_rate(step, total, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -359,11 +426,11 @@ def main():
 
         # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
         # every --eval_every epochs and at the end. Save after every evaluation and every epoch. Log
-        # after every --log_every steps, and whenever the run is saved.
+        # after every LOG_EVERY steps, and whenever the run is saved.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
-        logging = saving or done % args.log_every == 0
+        logging = saving or done % common.LOG_EVERY == 0
 
         # Log the means over all processes and all steps since the last row. `finite_means` ends the
         # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
@@ -373,12 +440,12 @@ def main():
             if world > 1:
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
-            rate = args.batch_size * len(pending) / (time.time() - clock)
+            rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
             if rank == 0:
                 log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
                                 epoch=epoch, lr=lr))
-            bar.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
-            if bar.disable:
+            progress.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
+            if progress.disable:
                 common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
@@ -397,17 +464,18 @@ def main():
         # Save. A file is replaced completely or not at all. A run that is killed before this line
         # repeats the evaluation when it is resumed.
         if saving and rank == 0:
-            better = args.keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
+            better = keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
                          best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **about)
+                         model_config=asdict(config), seen=[*train.hashes, *val.hashes],
+                         **about)
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
-            clock, pending = time.time(), []    # the speed excludes evaluation and saving
+            clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
     # Draw predictions, and print the result if the last step was evaluated.
     if rank == 0:
@@ -419,12 +487,12 @@ def main():
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"of {metrics['classes']} classes, mean accuracy "
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
-                      f"{stop / epoch_steps:.1f} epochs, {(time.time() - began) / 60:.1f} minutes")
+                      f"{stop / epoch_steps:.1f} epochs, {(time.perf_counter() - began) / 60:.1f} minutes")
         if best:
             common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
                           f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
                           f"evaluates best.pt on the test images")
-        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
+        common.print0(f"next: {common.command('train_seg.py', '--eval_only', out_dir)}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""The DeiT augmentation of whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
+"""Augment whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix; distort colours.
 
 The recipe comes from `facebookresearch/deit:main.py`, where timm transforms one PIL image at a
 time. Here no loop runs over images, and pixels stay on their device. The result for a sample
@@ -18,13 +18,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data.batches import constant, send
+from data.images import constant, send
 from data.rng import ERASE, ERASE_NOISE, FLIP, RAND_AUGMENT, SHIFT, normal, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
 FILL = (124, 116, 104)                                    # MEAN as 0..255, outside a warped image
 ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
+DISTORT_COLUMNS = 9                                 # of u in `distort`
 
 
 # --- the recipe -----------------------------------------------------------------------------------
@@ -82,132 +83,13 @@ def random_hflip(images, u):
 
 
 # --- RandAugment ----------------------------------------------------------------------------------
-# An operation takes (b, 3, H, W) uint8 and an argument (b, 1, 1, 1) float32. It returns uint8,
-# truncated as in PIL.
-
-def blend(base, images, factor):
-    """Interpolate from base (factor 0) to images (factor 1) and beyond, as PIL's ImageEnhance."""
-    return (base + factor * (images - base)).clamp_(0, 255).byte()
-
-
-def grey(images):
-    """Compute PIL's luma of RGB images, (b, 1, H, W) int32 in 0..255."""
-    r, g, b = images.int().split(1, dim=1)
-    return (19595 * r + 38470 * g + 7471 * b + 0x8000) >> 16
-
-
-def adjust_contrast(images, factor):
-    """Blend with the mean of the grey image."""
-    mean = grey(images).sum((2, 3), keepdim=True) / images[0, 0].numel()
-    return blend((mean + 0.5).floor(), images, factor)
-
-
-def adjust_sharpness(images, factor):
-    """Blend with a 3 x 3 mean that has weight 5 in the centre and 1 around; keep the border."""
-    x, out = images.short(), images.clone()
-    rows = x[..., :-2] + x[..., 1:-1] + x[..., 2:]
-    centre = x[..., 1:-1, 1:-1]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * centre
-    out[..., 1:-1, 1:-1] = blend((total / 13).round_(), centre, factor)
-    return out
-
-
-def axes(images):
-    """Return the coordinates of the pixels: x (W,) and y (H, 1)."""
-    H, W = images.shape[2:]
-    return torch.arange(W, device=images.device), torch.arange(H, device=images.device)[:, None]
-
-
-def taps(pixel, shift, size):
-    """Find the neighbours that PIL's bicubic warp reads at the place pixel + shift in a line.
-
-    pixel: indices in a line of `size` pixels. shift: in pixels, or None for no shift.
-
-    Returns:
-        the index of the first neighbour, if the line is padded by two pixels at each end
-        the weights of the four neighbours (Keys' kernel, a = -1), or (1,) without a shift
-        whether the place is inside the line
-    """
-    if shift is None:
-        return pixel + 2, (1,), torch.ones_like(pixel, dtype=torch.bool)
-    place = pixel + shift
-    inside = (place >= -0.5) & (place < size - 0.5)
-    place = place.clamp(-0.5, size - 0.5)
-    first = place.floor()
-    d = place - first
-    e = 1 - d
-    weights = -d * e * e, 1 + d * d * (d - 2), 1 + e * e * (e - 2), -e * d * d
-    return first.long() + 1, weights, inside
-
-
-def warp(images, dx=None, dy=None):
-    """Set each pixel (x, y) to the image at (x + dx, y + dy): bicubic, FILL outside the image.
-
-    dx, dy: float32 in pixels, broadcast to (b, 1, H, W). None means 0, and is four times faster.
-    """
-    (H, W), (x, y) = images.shape[2:], axes(images)
-    left, across, inside = taps(x, dx, W)
-    top, down, within = taps(y, dy, H)
-
-    # In the flat padded image, neighbour (i, j) is i * (W + 4) + j entries after the first one.
-    flat = F.pad(images.float(), [2] * 4, mode="replicate").flatten(2)
-    index = (top * (W + 4) + left).expand(len(images), 3, H, W).flatten(2)
-    total = torch.full_like(images, 2 ** -10, dtype=torch.float32)  # so flat areas do not change
-    for i in range(len(down)):
-        for j in range(len(across)):
-            tap = flat[:, :, i * (W + 4) + j:].gather(2, index).view_as(images)
-            total += tap.mul_(down[i] * across[j])
-    fill = constant(FILL, images.device).view(3, 1, 1).float()
-    return torch.where(inside & within, total.clamp_(0, 255), fill).byte()
-
-
-def rotate(images, degrees):
-    """Rotate counter-clockwise about the centre."""
-    (H, W), angle = images.shape[2:], degrees * (math.pi / 180)
-    x, y = axes(images)
-    x, y, cos, sin = x - (W - 1) / 2, y - (H - 1) / 2, torch.cos(angle), torch.sin(angle)
-    return warp(images, cos * x - sin * y - x, sin * x + cos * y - y)
-
-
-def torchvisions(name):
-    """Wrap an operation of torchvision, so that the slow import happens at its first call."""
-    def op(images, _):
-        from torchvision.transforms.v2 import functional
-        return getattr(functional, name)(images)
-    return op
-
-
-def signed(most):
-    """Return a function for OPS that computes an argument from -most to most."""
-    return lambda x, sign: sign * most * x
-
-
-def enhance_factor(x, sign):
-    """Compute a factor for `blend`, from 0.1 to 1.9; 1 changes nothing."""
-    return (1 + sign * 0.9 * x).clamp(min=0.1)
-
-
-# name in timm: (operation, function of x = level / 10 and sign = +-1 that returns the argument)
-OPS = {
-    "AutoContrast": (torchvisions("autocontrast"), signed(0)),
-    "Equalize": (torchvisions("equalize"), signed(0)),
-    "Invert": (lambda images, _: 255 - images, signed(0)),
-    "Rotate": (rotate, signed(30)),
-    "PosterizeIncreasing": (lambda images, bits: images & (256 - 2 ** (8 - bits.int())).byte(),
-                            lambda x, sign: 4 - (4 * x).floor()),
-    "SolarizeIncreasing": (lambda images, low: torch.where(images < low, images, 255 - images),
-                           lambda x, sign: 256 - (256 * x).floor()),
-    "SolarizeAdd": (lambda images, amount: (images + amount * (images < 128)).byte(),
-                    lambda x, sign: (110 * x).floor()),
-    "ColorIncreasing": (lambda images, f: blend(grey(images), images, f), enhance_factor),
-    "ContrastIncreasing": (adjust_contrast, enhance_factor),
-    "BrightnessIncreasing": (lambda images, f: blend(0, images, f), enhance_factor),
-    "SharpnessIncreasing": (adjust_sharpness, enhance_factor),
-    "ShearX": (lambda images, a: warp(images, dx=a * (axes(images)[1] + 0.5)), signed(0.3)),
-    "ShearY": (lambda images, a: warp(images, dy=a * (axes(images)[0] + 0.5)), signed(0.3)),
-    "TranslateXRel": (lambda images, a: warp(images, dx=a * images.shape[3]), signed(0.45)),
-    "TranslateYRel": (lambda images, a: warp(images, dy=a * images.shape[2]), signed(0.45)),
-}
+# Tone operations change each value of a channel by a table of 256 entries; "Color" and "Sharpness"
+# blend an image with its grey or its smooth version; geometric operations resample an image.
+TONE = ("AutoContrast", "Equalize", "Invert", "PosterizeIncreasing", "SolarizeIncreasing",
+        "SolarizeAdd", "ContrastIncreasing", "BrightnessIncreasing")
+BLEND = ("ColorIncreasing", "SharpnessIncreasing")
+GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+OPS = TONE + BLEND + GEOMETRIC                                              # timm's names
 
 
 def rand_augment(images, u):
@@ -217,22 +99,96 @@ def rand_augment(images, u):
     its sign. images: uint8. u: (B, 4 * operations) on the CPU, four columns per operation: which
     operation, apply or not, level, sign. Returns uint8.
     """
-    size = len(images)
-    if images.device.type == "cpu":                                 # images that fit in the cache
-        size = max(1, 2 ** 15 // (images.shape[2] * images.shape[3]))
-
-    images, u = images.clone(), u.double().unflatten(1, (-1, 4))
-    for which, apply, level, sign in u.permute(1, 2, 0):            # (B,) each
+    size = max(1, 2 ** 20 // images[0, 0].numel())
+    if images.device.type == "cpu" and len(images) > size:          # a CPU reuses small memory
+        return torch.cat([rand_augment(*parts) for parts in zip(images.split(size), u.split(size))])
+    images = images.clone()
+    for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
         x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
         sign = torch.where(sign < 0.5, 1.0, -1.0)
-        which = torch.where(apply < 0.5, (which * len(OPS)).floor(), -1)
-        for i, (op, argument) in enumerate(OPS.values()):
-            chosen = (which == i).nonzero()[:, 0]               # `which` is on the CPU: no wait
-            for index in chosen.split(size) if len(chosen) else ():
-                a = send(argument(x[index], sign[index]).float().view(-1, 1, 1, 1), images.device)
+        which = torch.where(apply < 0.5, (which * len(OPS)).long(), -1)
+        first = 0
+        for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
+            index = ((which >= first) & (which < first + len(names))).nonzero()[:, 0]
+            chosen = [send(t[index], images.device) for t in (which - first, x.float(),
+                                                              sign.float())]
+            if len(index):                              # `which` is on the CPU: no wait for a GPU
                 index = send(index, images.device)
-                images[index] = op(images[index], a)
+                images[index] = change(images[index], *chosen)
+            first += len(names)
     return images
+
+
+def change_tone(images, which, x, sign):
+    """Apply the operations TONE[which] at the levels 10 x: one table per image and channel.
+
+    images: (b, 3, H, W) uint8. which, x, sign: (b,) on the same device. Returns uint8.
+    """
+    b, pixels = len(images), images[0, 0].numel()
+    index = images.view(3 * b, pixels).long()
+    counts = torch.zeros(3 * b, 256, device=images.device)          # whole numbers
+    counts.scatter_add_(1, index, counts.new_ones(1).expand_as(index))
+    v, (x, sign) = torch.arange(256.0, device=images.device), (t.view(b, 1, 1) for t in (x, sign))
+
+    counts = counts.view(b, 3, 256)
+    low = torch.where(counts > 0, v, 255.0).amin(2, keepdim=True)
+    high = torch.where(counts > 0, v, 0.0).amax(2, keepdim=True)
+    stretched = (v - low) * (255 / (high - low).clamp(min=1))
+    step = ((pixels - counts.gather(2, high.long())) / 255).floor()
+    equal = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor()
+    luma = constant((0.299, 0.587, 0.114), images.device)
+    mean = ((counts * v).sum(2) / pixels * luma).sum(1).add(0.5).floor().view(b, 1, 1)
+    factor = enhancement(x, sign)
+    lost = 2 ** (4 + (4 * x).floor())                   # grey levels that become one
+    tables = [torch.where(high > low, stretched, v),                        # in the order of TONE
+              torch.where(step > 0, equal, v),
+              255 - v,
+              (v / lost).floor() * lost,
+              torch.where(v < 256 - (256 * x).floor(), v, 255 - v),
+              torch.where(v < 128, v + (110 * x).floor(), v),
+              mean + factor * (v - mean),
+              factor * v]
+    tables = torch.stack([table.expand(b, 3, 256) for table in tables])
+    table = tables[which, torch.arange(b, device=images.device)].clamp(0, 255).byte()
+    return table.view(3 * b, 256).gather(1, index).view_as(images)
+
+
+def enhancement(x, sign):
+    """Compute the factor of PIL's ImageEnhance, from 0.1 to 1.9; 1 changes nothing."""
+    return (1 + sign * 0.9 * x).clamp(min=0.1)
+
+
+def blend(images, which, x, sign):
+    """Move each image away from its grey (which = 0) or its smooth version (1), or towards it."""
+    images = images.float()
+    grey = (images * constant((0.299, 0.587, 0.114), images.device).view(3, 1, 1)).sum(1, True)
+    smooth = images.clone()                     # a 3 x 3 mean; the centre has weight 5, others 1
+    rows = images[..., :-2] + images[..., 1:-1] + images[..., 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * images[..., 1:-1, 1:-1]
+    smooth[..., 1:-1, 1:-1] = total / 13
+    base = torch.where(which.view(-1, 1, 1, 1) == 0, grey.round(), smooth.round())
+    return (base + enhancement(x, sign).view(-1, 1, 1, 1) * (images - base)).clamp(0, 255).byte()
+
+
+def warp(images, which, x, sign):
+    """Rotate, shear or shift each image by GEOMETRIC[which]: bicubic, FILL outside the image."""
+    H, W = images.shape[2:]
+    angle, amount, zero = sign * x * (math.pi / 6), sign * x, torch.zeros_like(x)
+    cos, sin, shear = angle.cos(), angle.sin(), 0.3 * amount
+    # u and v go from -1 to 1. A row (a, b, c, d, e, f) reads at (a u + b v + c, d u + e v + f).
+    wide, one = H / W, torch.ones_like(x)
+    maps = [(cos, -sin * wide, zero, sin / wide, cos, zero),        # in the order of GEOMETRIC
+            (one, shear * wide, shear * wide, zero, one, zero),
+            (one, zero, zero, shear / wide, one, shear / wide),
+            (one, zero, 0.9 * amount, zero, one, zero),
+            (one, zero, zero, zero, one, 0.9 * amount)]
+    maps = torch.stack([torch.stack(rows, 1) for rows in maps])             # (5, b, 6)
+    maps = maps[which, torch.arange(len(x), device=x.device)].view(-1, 1, 1, 2, 3)
+    u, v = ((2 * torch.arange(n, device=x.device) + 1) / n - 1 for n in (W, H))
+    grid = maps[..., 0] * u[:, None] + maps[..., 1] * v[:, None, None] + maps[..., 2]
+    fill = constant(FILL, images.device).view(3, 1, 1)
+    out = F.grid_sample(images.float() - fill, grid, "bicubic", align_corners=False) + fill
+    return out.round().clamp(0, 255).byte()
 
 
 # --- random erasing -------------------------------------------------------------------------------
@@ -312,3 +268,55 @@ def mix(images, targets, key, mixup=0.8, cutmix=1.0):
     else:
         mixed = torch.lerp(partner(images), images, lam)
     return mixed, torch.lerp(partner(targets), targets, lam)
+
+
+# --- segmentation: colours of training images, as in mmsegmentation 0.14.1 ------------------------
+
+def scale_and_shift(x, factor, amount=0.0):
+    """Compute factor * x + amount in grey levels, clip and round down; the result is float."""
+    return (x * factor + amount).clamp(0, 255).floor()
+
+
+def scale_hsv(x, saturation, turn):
+    """Multiply S of HSV by `saturation` and add `turn` half degrees to H.
+
+    x and the result: (B, 3, H, W), float with values 0 to 255. As in OpenCV's 8-bit images, H is a
+    whole number of half degrees, and S is a whole number from 0 to 255. The divisors are tensors,
+    because a GPU does not divide by a Python number but multiplies by its inverse. This rounding
+    error could change a grey level.
+    """
+    # Convert to hue, in sixths of the circle, and saturation. A grey pixel gets 0 and 0.
+    red, green, blue = x.unbind(1)
+    value, low = x.amax(1), x.amin(1)
+    span = (value - low).clamp(min=1)
+    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
+    hue = torch.where(value == red, (green - blue) / span, hue)
+    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
+
+    # Change hue and saturation, and convert back: R, G, B = V - V S times a number from 0 to 1.
+    hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
+    sixth, most = constant((30.0, 255.0), x.device)
+    s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
+    k = (hue / sixth + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
+    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
+
+
+def distort(images, u):
+    """Distort brightness, contrast, saturation and hue, each with probability 0.5.
+
+    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS), uniform numbers. Returns uint8. A fair coin
+    decides whether contrast comes second or last. If saturation and hue both change, the image is
+    converted to HSV once; mmsegmentation converts it twice.
+    """
+    u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
+
+    def drawn(j, low, high, neutral):
+        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
+
+    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
+    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
+    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
+    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
+    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
+    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
+    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()

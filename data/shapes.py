@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from data.batches import Split, progress
+from data.images import Split, progress
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 

@@ -11,17 +11,14 @@ the words again, in memory; this takes a minute for WikiText-103.
 """
 
 import ast
-import codecs
 import os
 import platform
 import re
-import shlex
-import unicodedata
 import zlib
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -29,7 +26,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import InputError, print0, replacing
-from data.folders import same_folder
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -75,26 +71,19 @@ def token_file(folder, split):
 
 
 def each_line(path, what="reading"):
-    """Yield the lines of a text file, UTF-8 or UTF-16, without newlines; only "\\n" ends a line.
+    """Yield the lines of a UTF-8 text file in Unicode's composed form; only "\\n" ends a line.
 
     what: a word for the progress bar, which large files have. InputError for another encoding.
     """
     quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
-    with open(path, "rb") as f:                 # editors on Windows write byte order marks
-        marked = f.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    convert = "if it is text, convert it, for example: iconv -f {} -t UTF-8 {} > NEW".format
-    name = shlex.quote(str(path))
-    with open(path, encoding="utf-16" if marked else "utf-8-sig", newline="\n") as f:
+    with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
         try:
             for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
                              disable=quiet or None):                # None: only in a terminal
-                if "\0" in line:                                    # UTF-16 without a mark
-                    raise InputError(f"{path} contains zero bytes, expected UTF-8 text; "
-                                     f"{convert('UTF-16LE', name)}")
-                yield line.removesuffix("\n")
-        except UnicodeError as e:
-            raise InputError(f"{path} is not UTF-8 text ({getattr(e, 'reason', e)}); "
-                             f"{convert('LATIN1', name)}") from None
+                yield normalize("NFC", line.removesuffix("\n"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path} is not UTF-8 text ({error.reason}); save it as "
+                             f"UTF-8") from None
 
 
 def read_lines(path):
@@ -167,24 +156,9 @@ def text_folder(data, data_dir):
                      f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
 
 
-# Chinese and Japanese have no spaces between words, so each character is a word.
-IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-
-
-@cache
-def word_patterns():
-    """Return two compiled patterns: of an ideograph, and of a word or a punctuation mark."""
-    common = map(chr, range(0x10000))                   # marks are parts of letters, as in Hindi
-    marks = "".join(c for c in common if unicodedata.category(c)[0] == "M") + "\u200c\u200d"
-    letter = rf"[\w{marks}]+"
-    return (re.compile(rf"[{IDEOGRAPHS}][{marks}]*"),
-            re.compile(rf"{letter}(?:'{letter})*|[^\w\s]"))
-
-
 def words_of(text):
-    """Split a text into words and punctuation marks, a list; each ideograph is a word."""
-    ideograph, word = word_patterns()
-    return word.findall(ideograph.sub(r" \g<0> ", text))
+    """Split a text into words and punctuation marks, a list."""
+    return re.findall(r"\w+(?:'\w+)*|[^\w\s]", normalize("NFC", text))
 
 
 def write_tokens(folder, lines):
@@ -209,8 +183,6 @@ def paragraphs(path, least=1):
     Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"--data_dir {path}: there is no such file or folder")
     text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
         found = [words for words in map(words_of, re.split(mark, text)) if words]
@@ -243,7 +215,7 @@ def lines_to_score(data, data_dir, trained):
     "pydoc". A text file that was not used for training is one split, "whole". Its words are not
     replaced by <unk>, because the model's vocabulary decides which words are known.
     """
-    own = same_folder(trained.get("data_dir"), data_dir)
+    own = os.path.realpath(trained.get("data_dir") or "") == os.path.realpath(data_dir or "")
     if data_dir and Path(data_dir).is_file() and not own:
         return {"whole": [" ".join(words) for words in paragraphs(data_dir)]}
     folder = text_folder(data, data_dir)

@@ -26,8 +26,8 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS, rpc_attention, symmetric_attention
-from data.decode import decode, read_bytes
-from data.views import Scenes
+from data.images import read_image
+from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
@@ -81,7 +81,7 @@ def one_image():
     """Return the image (1, 3, 32, 32) of gram, pap and idea: a test scene or --image, cropped."""
     if not ARGS.image:
         return scenes(36)[0][-1:]
-    photo = decode(read_bytes(ARGS.image), ARGS.image)[None] / 255
+    photo = read_image(ARGS.image)[None] / 255
     return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
 
 

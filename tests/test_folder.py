@@ -1,9 +1,11 @@
 """Test your own photos and masks: which files are found, held out and evaluated."""
 
 import os
+import shutil
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -14,13 +16,9 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data.datasets import largest_share, load_data, load_test
-from data.decode import decode, read_bytes
-from data.folders import hold_out_by_name, median_side, name_hash, print_once
-from data.masks import find_pairs, find_values, mask_flags, mask_recipe, own_folder
-from data.photos import find_photos, load_photos, middle_square, photo_flags, photo_recipe
-from data.views import load_segmentation
-from processes import Started, finish
+from data.datasets import find_photos, largest_share, load_data, load_photos, load_test
+from data.images import divide, fingerprint, list_images, name_hash
+from data.masks import find_pairs, find_values, load_segmentation, own_folder
 from runs import call, make_pairs, refused
 
 CLASSES = ["cat", "dog", "owl"]
@@ -30,12 +28,11 @@ main = partial(call, train_cls.main)
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    print_once.cache_clear()
 
 
 def make(root, count, side=40, classes=CLASSES):
     """Write `count` images per class, root/<class>/<i>.png, with `side` pixels or more."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(len(str(root)))
     for name in classes:
         Path(root, name).mkdir(parents=True)
         for i in range(count):
@@ -43,73 +40,110 @@ def make(root, count, side=40, classes=CLASSES):
             Image.fromarray(pixels).save(Path(root, name, f"{i}.png"))
 
 
-def evaluated(root, **trained):
+def evaluated(root, seen=(), **trained):
     """Load the images for an evaluation on this folder."""
-    return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None)
+    return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None, seen)
+
+
+def parts_of(root):
+    return {part: find_photos(root, part)[1] for part in ("train", "val", "test", "all")}
 
 
 # --- held-out files -------------------------------------------------------------------------------
 
 def test_one_tenth_validates_another_tenth_is_reported():
-    for n, n_val, n_test in ((0, 0, 0), (1, 0, 0), (2, 0, 1), (3, 1, 1), (14, 1, 1), (40, 4, 4)):
-        paths = [f"root/a/{i}.jpg" for i in range(n)]
-        val, test = hold_out_by_name(paths, "root")
-        assert (len(val), len(test)) == (n_val, n_test) and not val & test
-        order = sorted(paths, key=lambda path: name_hash(path[5:]))
-        assert test == {*order[:n_test]} and val == {*order[n - n_val:]}
-    assert hold_out_by_name(paths, "root", test=False)[1] == set()
-    assert hold_out_by_name(["a", "b"], "", test=False)[0]                  # val/ is reported
+    for n, n_held in ((3, 1), (14, 1), (40, 4)):
+        files = [f"a/{i}.jpg" for i in range(n)]
+        parts = divide({"": {"a": files}}, str)
+        order = sorted(files, key=name_hash)
+        assert parts["test"] == order[:n_held] and parts["val"] == order[n - n_held:]
+        assert parts["train"] == order[n_held:n - n_held]
+    for n in (1, 2):
+        with pytest.raises(InputError, match=f"a has {n} images, expected at least 3"):
+            divide({"": {"a": files[:n]}}, str)
 
 
 def test_new_files_move_at_most_one_other():
     for n in (3, 12, 40):
-        paths = [f"a/{i}" for i in range(n)]
-        before = hold_out_by_name(paths)
+        files = [f"a/{i}" for i in range(n)]
+        before = divide({"": {"a": files}}, str)
         for i in range(50):
             new = f"a/new{i}"
-            for old, now in zip(before, hold_out_by_name([*paths, new])):
-                assert len((old ^ now) - {new}) <= 1
+            now = divide({"": {"a": [*files, new]}}, str)
+            for part in ("val", "test"):
+                assert len(({*before[part]} ^ {*now[part]}) - {new}) <= 1
+
+
+def test_names_hash_equally_on_every_system():
+    assert name_hash("a/M\u00fcller.jpg") == name_hash("a/Mu\u0308ller.jpg")
+    assert name_hash(os.path.join("a", "b")) == name_hash("a/b")
 
 
 def test_held_out_photos_are_disjoint():
-    counts = dict(zebra=3, cat=5, dog=15, owl=20)
-    for name, count in counts.items():
+    for name, count in dict(zebra=3, cat=5, dog=15, owl=20).items():
         make("photos", count, classes=[name])
-    classes, files = find_photos("photos", keep_best=True)
+    files = parts_of("photos")
     labels = {part: [[label for _, label in found].count(k) for k in range(4)]
               for part, found in files.items()}
-    assert classes == ["cat", "dog", "owl", "zebra"]
+    assert find_photos("photos", "all")[0] == ["cat", "dog", "owl", "zebra"]
     assert labels == dict(train=[3, 11, 16, 1], val=[1, 2, 2, 1], test=[1, 2, 2, 1],
                           all=[5, 15, 20, 3])
     assert len({*files["train"], *files["val"], *files["test"]}) == 43 == len(files["all"])
-    assert find_photos("photos")[1]["test"] == files["test"]    # keep_best does not move it
     assert largest_share(load_photos("photos", "test", 32)) == pytest.approx(100 / 3)
-    make("split/train", 12)
-    make("split/val", 3)                                        # val/ is reported
-    _, files = find_photos("split", keep_best=True)
+
+
+def test_folders_train_val_test_are_parts():
+    for part, count in (("train", 12), ("val", 3)):
+        make(f"split/{part}", count)
+    files = parts_of("split")                                   # val/ is reported
     assert [len(files[part]) for part in ("train", "val", "test", "all")] == [33, 3, 9, 9]
     assert all("split/train" in path for path, _ in files["train"] + files["val"])
     assert all("split/val" in path for path, _ in files["test"])
+    make("split/Test", 2)                                       # now val/ chooses best.pt
+    files = parts_of("split")
+    assert [len(files[part]) for part in ("train", "val", "test", "all")] == [36, 9, 6, 6]
+    make("flat", 3, classes=["train", "test"])                  # images directly inside
+    with pytest.raises(InputError, match="flat has 0 folders with images"):
+        find_photos("flat", "train")
 
 
-def test_held_out_masks_are_disjoint():
-    masks("mine", [0, 1], n=40)
-    files = find_pairs("mine", keep_best=True)
-    stems = {part: {Path(image).stem for image, _ in found} for part, found in files.items()}
-    order = sorted((f"{i:02}" for i in range(40)), key=name_hash)
-    assert (stems["test"], stems["val"], stems["train"]) == ({*order[:4]}, {*order[-4:]},
-                                                             {*order[4:-4]})
-    make_pairs("split")                                         # validation/ is reported
-    given = find_pairs("split", keep_best=True)
-    assert [len(given[part]) for part in ("train", "val", "test", "all")] == [8, 1, 5, 5]
-    assert all("validation" in image for image, _ in given["test"])
-    args = Namespace(data="ade20k", data_dir="split", num_classes=4, keep_best=True)
-    parts = {part: {image for image, _ in load_segmentation(args, part).files}
-             for part in ("train", "val", "test")}
-    assert [len(found) for found in parts.values()] == [8, 1, 5]
-    args.keep_best = False
-    assert {image for image, _ in load_segmentation(args, "train").files} == (parts["train"]
-                                                                            | parts["val"])
+def test_training_images_are_never_held_out(capsys):
+    """Renamed, moved, copied: the hashes of the files decide, not their names."""
+    make("photos", 10)
+    args = Namespace(data="folder", data_dir="photos", holdout=0, image_size=32)
+    train, val = load_data(args, "cpu")
+    seen = [*train.hashes, *val.hashes]
+    held = evaluated("photos", seen, data="folder")
+    assert len(seen) == 27 and torch.equal(held.images.sum((1, 2, 3)).sort()[0],
+                                           load_photos("photos", "test", 32).images.sum(
+                                               (1, 2, 3)).sort()[0])
+    shutil.copytree("photos", "copy")
+    for path in sorted(Path("copy").rglob("*.png")):
+        path.rename(path.with_stem(f"{path.stem}_v2"))
+    assert sorted(evaluated("copy", seen, data="folder").hashes) == sorted(held.hashes)
+    assert "3 of 30 images are evaluated" in capsys.readouterr().out
+    shutil.rmtree("copy")
+    for path in find_photos("photos", "test")[1]:
+        os.remove(path[0])
+    with pytest.raises(InputError, match="trained on all"):
+        evaluated("photos", seen, data="folder")
+    assert fingerprint(load_photos("photos", "all", 32)) != fingerprint(held)
+
+
+def test_another_folder_is_evaluated_whole():
+    make("photos2", 4, classes=["bus", "car"])
+    other = evaluated("photos2", data="folder")                 # the caller checks its classes
+    assert len(other.labels) == 8 and other.classes == ["bus", "car"]
+    make("photos3/val", 3)
+    assert len(evaluated("photos3", data="folder").labels) == 9     # val/ alone is enough
+
+
+def test_crop_belongs_to_the_network():
+    """A network that was trained on ImageNet's crops gets them in its evaluation, too."""
+    make("photos", 3, side=64)
+    inner = evaluated("photos", data="imagenet").images
+    assert not torch.equal(inner, evaluated("photos", data="folder").images)
+    assert torch.equal(inner, evaluated("photos", data="imagenet", image_size=99).images)
 
 
 # --- photos ---------------------------------------------------------------------------------------
@@ -117,136 +151,60 @@ def test_held_out_masks_are_disjoint():
 def test_one_flag_trains_and_keeps_the_best(capsys):
     make("photos", 10)
     Path("photos/owl/9.png").write_bytes(b"nothing")
-    Path("photos/owl/notes.heic").write_text("no image")
-    main("--data_dir photos --max_steps 18 --epochs 3 --lr 0.05")
+    main("--data_dir photos --max_steps 3 --image_size 32 --batch_size 8 --epochs 1")
     out = capsys.readouterr().out
-    for words in ("24 to train on, 3 to choose best.pt (validation), 3 to report", "image_size=32",
-                  "batch_size=4", "keep_best=True",
-                  "skipping: cannot decode photos/owl/9.png", "validation accuracy", "best.pt"):
+    for words in ("skipping: cannot read photos/owl/9.png", "validation accuracy", "best.pt",
+                  "cat 8 + 1, dog 8 + 1"):
         assert words in out, words
-    assert out.count("owl/notes.heic") == 1                 # named once
-
-    # an evaluation loads images that were used neither to train nor to choose best.pt
-    run, best = common.load("out/folder_symmetric"), common.load("out/folder_symmetric/best.pt")
-    args = run["args"]
-    assert [args[name] for name in ("data", "data_dir", "keep_best")] == ["folder", "photos", True]
+    run = common.load("out/folder_symmetric")
     assert run["classes"] == CLASSES and "top5" not in run["metrics"]
-    held = load_photos("photos", "test", 32)
-    for root in ("photos", "./photos", os.path.abspath("photos")):
-        assert torch.equal(evaluated(root, **args).images, held.images)
-    train, val = load_data(Namespace(**args), "cpu")
-    seen = {image.numpy().tobytes() for part in (train, val) for image in part.images}
-    assert not seen & {image.numpy().tobytes() for image in held.images} and len(seen) == 26
-    losses = {row["step"]: row["eval"]["loss"]
-              for row in common.read_log("out/folder_symmetric/log.jsonl") if "eval" in row}
-    assert best["step"] == min(losses, key=losses.get)
-    assert best["metrics"]["loss"] == min(losses.values())
-    assert run["best"]["step"] == best["step"]
+    test = evaluated("photos", run["seen"], **run["args"])
+    assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 29
 
 
-def test_small_class_ends_selection_with_a_line(capsys):
-    make("photos", 10, classes=["cat", "dog"])
-    make("photos", 2, classes=["owl"])
-    main("--data_dir photos --max_steps 1 --out_dir a")
-    out = capsys.readouterr().out
-    assert "class owl has too few images" in out and "last.pt is reported" in out
-    assert "keep_best=False" in out and "test accuracy" in out and not Path("a/best.pt").exists()
-    assert "cat 9 + 1, dog 9 + 1, owl 1 + 1" in out
-    first = common.load("a")["args"]
-    main("--resume a --max_steps 2")                        # keeps the chosen flags
-    again = common.load("a")
-    assert again["step"] == 2
-    assert {**again["args"], "resume": None, "max_steps": 1, "out_dir": "a"} == first
+def test_resumed_run_needs_the_same_images():
+    make("photos", 6)
+    main("--data_dir photos --max_steps 1 --image_size 32 --batch_size 8 --out_dir a")
+    Path("photos/cat").rename("photos/x")
+    Path("photos/dog").rename("photos/cat")
+    Path("photos/x").rename("photos/dog")                   # swapped labels
+    assert "data" in refused(train_cls, "--resume a --max_steps 2")
 
 
 def test_folders_without_a_training_are_one_line():
-    make("one", 2, classes=["cat"])
-    make("single", 1)
-    for name in ("broken", "other/train", "val_only/val", "no_val/train"):
+    make("one", 3, classes=["cat"])
+    make("few", 2)
+    for name in ("other/train", "val_only/val"):
         make(name, 4)
-    Path("no_val/val").mkdir()
     make("other/val", 1, classes=["cat", "dog", "cow"])
-    for split in ("train", "val"):
-        make(f"broken_val/{split}", 4)
-    for path in (*Path("broken/dog").iterdir(), *Path("broken_val/val").rglob("*.png")):
-        path.write_bytes(b"nothing")
-    for folder, words in (("one", "one has 1"), ("broken", "dog"), ("other", "cow"),
-                          ("single", "to evaluate on"), ("no_val", "no_val/val"),
-                          ("val_only", "class cat in val_only/train")):
-        assert words in refused(train_cls, "--data_dir", [folder])
-    assert "in broken_val/val that can be read" in refused(train_cls, "--data_dir broken_val",
-                                                           "--no-keep_best")
-    assert "--holdout" in refused(train_cls, "--data_dir broken_val --holdout 3")
+    for folder, words in (("one", "one has 1"), ("few", "cat has 2 images"), ("other", "cow"),
+                          ("val_only", "no training images of cat, dog, owl"),
+                          ("nowhere", "no folder 'nowhere'")):
+        assert words in refused(train_cls, "--data_dir", [folder]), folder
+    make("enough", 4)
+    assert "--holdout" in refused(train_cls, "--data_dir enough --holdout 3")
     assert not Path("out").exists()
 
 
-def test_no_class_is_left_out_silently(capsys):
+def test_one_lister_finds_the_classes():
     make("photos", 3)
     make("photos/horse", 3, classes=["indoor"])             # one level deeper
-    make("photos", 2, classes=["bird"])
-    for path in Path("photos/bird").iterdir():              # another format
-        path.rename(path.with_suffix(".heic"))
     Path("photos/fish").mkdir()                             # empty
     make("photos/cat", 2, classes=["more", "album.jpg"])    # folders inside a class
     os.symlink("loop", "photos/loop")                       # a link that leads to itself
     make("photos", 1, classes=[".ipynb_checkpoints"])       # hidden
     Path("photos/cat/._0.png").write_bytes(b"")
-    classes, files = find_photos("photos")
-    assert classes == CLASSES and len(files["all"]) == 9
-    out = capsys.readouterr().out
-    for words in ("horse (it contains indoor)", "bird (it contains 0.heic", "fish (it contains no",
-                  "cat/album.jpg, cat/more (2 in all)"):
-        assert words in out, words
-    assert "._0" not in out and "ipynb" not in out
-    make("deep/all", 3)
-    line = refused(train_cls, "--data_dir deep")
-    assert "deep has 0 folders" in line and "all (it contains cat" in capsys.readouterr().out
-
-
-def test_names_outside_utf_8_are_printed():
-    """Run the script in a process, because pytest accepts text that a terminal rejects."""
-    make("photos", 4)
-    os.rename("photos/owl", os.fsdecode(b"photos/\xfchu"))
-    Path(os.fsdecode(b"photos/cat/\xe9.png")).write_bytes(b"nothing")
-    Path(os.fsdecode(b"photos/cat/\xe9.heic")).write_bytes(b"nothing")
-    os.rename("photos", os.fsdecode(b"ph\xf6tos"))
-    out = finish(Started(train_cls.main, [
-        "--data_dir", os.fsdecode(b"ph\xf6tos"), "--max_steps", "1", "--out_dir",
-        os.fsdecode(b"\xe4"), "--no-keep_best", "--device", "cpu"]))
-    for words in ("cannot decode ph\\xf6tos/cat/\\xe9.png", "cat/\\xe9.heic", "\\xfchu"):
-        assert words in out, words
-    assert common.load(os.fsdecode(b"\xe4"))["classes"] == ["\\xfchu", "cat", "dog"]
-
-
-def test_another_folder_is_evaluated_whole(capsys):
-    make("photos", 10)
-    make("photos2", 4, classes=["bus", "car"])
-    trained = dict(data="folder", data_dir="photos", keep_best=True)
-    assert len(evaluated("photos", **trained).labels) == 3 and not capsys.readouterr().out
-    other = evaluated("photos2", **trained)  # the caller checks its classes
-    assert len(other.labels) == 8 and other.classes == ["bus", "car"]
-    assert "photos2" in capsys.readouterr().out
-    assert len(evaluated("photos", **{**trained, "data": "cifar10"}).labels) == 30
-    make("photos3/val", 3)
-    assert len(evaluated("photos3", **trained).labels) == 9     # val/ alone is enough
-
-
-def test_only_missing_flags_are_chosen():
-    make("photos", 10)
-    names = ("model", "image_size", "epochs", "pad", "keep_best")
-    args = Namespace(data="folder", data_dir="photos", patch_size=2, batch_size=7,
-                     **dict.fromkeys(names))
-    assert photo_flags(args) == dict(model="nano", image_size=32, epochs=9, pad=4,
-                                     keep_best=True)                        # for 24 images
-    args.image_size = 48
-    assert photo_flags(args)["pad"] == 6
-    vars(args).update(photo_flags(args))
-    assert photo_flags(args) == {}
-    make("split/train", 6, side=70)
-    make("split/val", 2)
-    args = Namespace(**{**dict.fromkeys(vars(args)), "data": "folder", "data_dir": "split"})
-    chosen = photo_flags(args)
-    assert (chosen["image_size"], chosen["patch_size"], chosen["keep_best"]) == (64, 8, True)
+    make("elsewhere", 2, classes=["yak"])
+    os.symlink(os.path.abspath("elsewhere/yak"), "photos/yak")      # a linked class folder
+    np.save("photos/cat/0.npy", np.zeros(3))
+    found = list_images("photos")
+    assert {name: len(paths) for name, paths in found.items()} == dict(cat=3, dog=3, owl=3, yak=2)
+    make("photos", 1, classes=["M\u00fcller", "Mu\u0308ller"])
+    with pytest.raises(InputError, match="two folders of the name"):
+        list_images("photos")
+    for missing in ("", None, "nowhere"):                   # "" is not the current folder
+        with pytest.raises(InputError, match="there is no folder"):
+            list_images(missing)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
@@ -263,131 +221,83 @@ def test_phone_photos_and_their_masks_are_upright(kind):
         mask = Image.fromarray(upright[..., 0])
         mask.save(f"mine/annotations/{orientation}.png")
     lying.convert("L").save(f"mine/annotations/{orientation}.png", exif=exif)   # like its photo
-    tree = own_folder("mine", "all", [0, 255], [])
+    tree = own_folder("mine", "all", [0, 255])
     for image, label in tree:
         assert image.shape[1:] == label.shape == (48, 32)
         assert (image[0].int() - 255 * label.int()).abs().max() < 30
         assert torch.equal(label.bool(), torch.from_numpy(upright[..., 0]).bool())
 
 
-def test_recipes_follow_number_and_size():
-    assert [photo_recipe(40, side)["image_size"] for side in (0, 30, 64, 500)] == [32, 32, 64, 96]
-    # epochs: 1.8 sqrt(n), but at most 3,000 steps, and at least 8 epochs
-    assert [photo_recipe(n, 32)["epochs"] for n in (40, 200, 1000, 30000)] == [11, 25, 57, 8]
-    assert [photo_recipe(n, 32)["batch_size"] for n in (9, 39, 40, 320)] == [2, 4, 8, 64]
-    assert mask_recipe(40, 64) == dict(size=64, patch_size=8, batch_size=8, epochs=400,
-                                         eval_every=40)
-    assert [mask_recipe(n, 300)["epochs"] for n in (500, 9000)] == [48, 8]
-    make("photos", 3, side=50)
-    paths = [path for path, _ in find_photos("photos")[1]["all"]]
-    assert median_side(paths) == 51
-    for path in paths:
-        Path(path).write_bytes(b"nothing")
-    assert median_side(paths) == 0
-    image = torch.randint(0, 256, (3, 32, 64), dtype=torch.uint8)
-    assert torch.equal(middle_square(image, 32), image[:, :, 16:48])
-
-
-def test_vanished_images_are_named():
-    masks("mine", [0, 1], n=2)
-    labelled = own_folder("mine", "all", [0, 1], [])
-    for i, path in enumerate(("images/00.jpg", "annotations/01.png")):
-        os.remove(f"mine/{path}")
-        with pytest.raises(InputError, match=path):
-            labelled[i]
-
-
-def test_animated_gif_becomes_its_first_frame():
-    frames = [Image.new("RGB", (40, 30), colour) for colour in ("red", "blue", "green")]
-    frames[0].save("a.gif", save_all=True, append_images=frames[1:])
-    image = decode(read_bytes("a.gif"), "a.jpg")
-    assert image.shape == (3, 30, 40) and image[:, 0, 0].tolist() == [255, 0, 0]
-
-
 # --- masks ----------------------------------------------------------------------------------------
 
-def masks(root, values, n=20, mode="L"):
+def masks(root, values, n=20):
     """Write n pairs whose annotations contain these values, in blocks."""
     for part in ("images", "annotations"):
         Path(root, part).mkdir(parents=True)
     for i in range(n):
         label = np.array(values, np.uint8).repeat(8)[None].repeat(40, 0)
         path = Path(root, "annotations", f"{i:02}.png")
-        Image.fromarray(np.roll(label, i, 1)).convert(mode).save(path)
-        Image.fromarray(np.dstack([label // 2 + 60] * 3)).save(Path(root, "images", f"{i:02}.jpg"))
+        Image.fromarray(np.roll(label, i, 1)).save(path)
+        Image.fromarray(np.dstack([np.roll(label, i, 1) // 2 + 60 + i] * 3)).save(
+            Path(root, "images", f"{i:02}.jpg"))
 
 
-@pytest.mark.parametrize("values, ignore, classes, label_255", [
-    ([0, 1], None, [0, 1], False), ([0, 255], None, [0, 255], False),
-    ([0, 1, 2, 5, 255], None, [0, 1, 2, 5], True),
-    ([0, 1, 2, 255], [0, 255], [1, 2], True), ([3, 7], [], [3, 7], False)])
-def test_the_values_of_masks_are_their_classes(values, ignore, classes, label_255):
+def test_held_out_masks_are_disjoint():
+    masks("mine", [0, 1], n=40)
+    files = find_pairs("mine")
+    stems = {part: {Path(image).stem for image, _ in found} for part, found in files.items()}
+    order = sorted((f"{i:02}" for i in range(40)), key=name_hash)
+    assert (stems["test"], stems["val"], stems["train"]) == ({*order[:4]}, {*order[-4:]},
+                                                             {*order[4:-4]})
+    make_pairs("split")                                         # validation/ is reported
+    given = find_pairs("split")
+    assert [len(given[part]) for part in ("train", "val", "test", "all")] == [8, 1, 5, 5]
+    assert all("validation" in image for image, _ in given["test"])
+
+
+@pytest.mark.parametrize("values, classes, label_255", [
+    ([0, 1], [0, 1], False), ([0, 255], [0, 255], False), ([3, 7], [3, 7], False),
+    ([0, 1, 2, 5, 255], [0, 1, 2, 5], True)])
+def test_the_values_of_masks_are_their_classes(values, classes, label_255):
     masks("mine", values)
-    found, ignored = find_values("mine", ignore)
+    found = find_values("mine")
     assert found == classes
-    _, label = own_folder("mine", "train", found, ignored)[0]
+    _, label = own_folder("mine", "train", found)[0]
     assert sorted(label.unique().tolist()) == [*range(len(classes)), *[255] * label_255]
 
 
-def test_rare_values_are_named_with_the_remedy(capsys):
-    masks("soft", [0, 200])
-    for i in range(20):
-        label = np.array(Image.open(f"soft/annotations/{i:02}.png"))
-        label[0, 0] = 50 + 5 * i                            # one pixel of 640 in each mask
-        Image.fromarray(label).save(f"soft/annotations/{i:02}.png")
-    assert len(find_values("soft")[0]) == 22
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert "20 of these values" in line and "50, 55" in line and "--ignore 255 50 55" in line
-
-
-def test_one_bit_masks_and_classes_txt():
-    masks("bits", [0, 255], mode="1")
-    assert len(find_values("bits")[0]) == 2
+def test_classes_txt_names_every_value_once():
     masks("mine", [0, 1, 2])
-    Path("mine/classes.txt").write_text("floor\nwall\nlamp\nnever seen\n")
-    values, ignore = find_values("mine")
-    assert values == [0, 1, 2, 3]
-    assert own_folder("mine", "train", values, ignore).classes[2] == "lamp"
-    Path("mine/classes.txt").write_text("wall\nlamp\n")
-    assert find_values("mine", [0]) == ([1, 2], [0])
-    masks("one", [4])
-    for root in ("mine", "one"):  # a value without a name; one class
-        with pytest.raises(InputError, match=f"--data_dir {root}.*--ignore"):
-            find_values(root)
+    write = Path("mine/classes.txt").write_text
+    write("Boden\r\nWu\u0308rfel\r\nKreis", "utf-8-sig")
+    values = find_values("mine")
+    assert own_folder("mine", "train", values).classes == ["Boden", "W\u00fcrfel", "Kreis"]
+    for text, words in (("# classes\na\nb\nc", "4 names"), ("a\nb", "2 names"),
+                        ("a\nb\na", "lists 'a' twice")):        # a header line shifts all names
+        write(text)
+        with pytest.raises(InputError, match=words):
+            find_values("mine")
 
 
 def test_masks_need_one_flag(capsys):
     masks("mine", [0, 255])
     call(train_seg.main,
-         "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a")
+         "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a --size 32 --epochs 1")
     out, run = capsys.readouterr().out, common.load("a")
-    for words in ("2 classes", "chosen flags: size=32", "validation mean IoU",
-                  "16 to train on, 2 to choose best.pt (validation), 2 to report"):
-        assert words in out, words
+    assert "2 classes" in out and "validation mean IoU" in out
     assert run["classes"] == ["value 0", "value 255"] and Path("a/best.pt").exists()
     args = Namespace(**run["args"])
-    test = load_segmentation(args, "test", run["args"])
+    test = load_segmentation(args, "test", run["seen"])
     assert len(test) == 2 and test.values == [0, 255] and run["metrics"]["classes"] == 2
-    others = [pair for part in ("train", "val") for pair in load_segmentation(args, part).files]
-    assert len(others) == 18 and not {*others} & {*test.files}
     call(train_seg.main, "--resume a --max_steps 3")
-    elsewhere = load_segmentation(args, "test", {**run["args"], "data_dir": "other"})
-    assert len(elsewhere) == 20                     # all of another folder
-    names = ("ignore", "size", "patch_size", "batch_size", "epochs", "eval_every", "keep_best")
-    flags = Namespace(data="folder", data_dir="mine", backbone="vit.pt", **dict.fromkeys(names))
-    assert "patch_size" not in mask_flags(flags)    # the backbone sets it
+    masks("other", [0, 255], n=5)
+    args.data_dir = "other"
+    assert len(load_segmentation(args, "test", [])) == 5        # all of another folder
+    Image.new("L", (16, 40), 255).save("mine/annotations/00.png")
+    assert "data" in refused(train_seg, "--resume a --max_steps 4")     # a changed mask
 
 
-def test_two_pairs_train_without_selection(capsys):
-    masks("two", [0, 1], n=2)
-    call(train_seg.main, "--data_dir two --max_steps 1 --num_workers 0 --out_dir a")
-    out = capsys.readouterr().out
-    assert "last.pt is reported" in out and "test mean IoU" in out
-    masks("one", [0, 1], n=1)
-    assert "one has 1 pair" in refused(train_seg, "--data_dir one")
-
-
-def test_every_listing_of_masks_follows_one_rule(capsys):
+def test_every_listing_of_masks_follows_one_rule():
     masks("mine", [0, 1], n=6)
     for path in Path("mine/annotations").glob("*.png"):
         path.rename(path.with_suffix(".PNG"))               # as Windows writes them
@@ -395,76 +305,49 @@ def test_every_listing_of_masks_follows_one_rule(capsys):
     os.symlink(os.path.abspath("linked.png"), "mine/annotations/00.png")
     Path("mine/annotations/more").mkdir()                   # these files are ignored
     Image.new("L", (40, 16), 77).save("mine/annotations/more/00.png")
+    for folder, form in (("images", "NFC"), ("annotations", "NFD")):
+        old = next(Path("mine", folder).glob("05.*"))
+        old.rename(old.with_stem(normalize(form, "M\u00fcller0")))
+    assert find_values("mine") == [0, 1] and len(find_pairs("mine")["all"]) == 6
     Image.new("L", (40, 16), 78).save("mine/annotations/alone.png")
-    Path("mine/annotations/03.bmp").write_bytes(b"")
-    assert find_values("mine") == ([0, 1], [255]) and len(find_pairs("mine", False)["all"]) == 6
-    out = capsys.readouterr().out
-    assert "03.bmp, more" in out and "alone" in out and "6 annotations" in out
-    Image.new("RGB", (40, 16)).save("mine/images/03.webp")
-    with pytest.raises(InputError, match="03.jpg and 03.webp have the same name"):
+    with pytest.raises(InputError, match=r"1 files have no partner.*alone\.\*"):
         find_values("mine")
-
-
-def palette_png(path, values, palette):
-    image = Image.fromarray(values).convert("P")
-    image.putpalette(palette)
-    image.save(path)
+    Image.new("RGB", (40, 16)).save("mine/images/03.webp")
+    with pytest.raises(InputError, match=r"2 files 03\.\*"):
+        find_values("mine")
+    os.rename("mine/images", "mine/pictures")
+    with pytest.raises(InputError, match="no folder 'mine/images'"):
+        find_values("mine")
 
 
 def test_palettes_must_agree_across_files():
     colours = [0, 0, 0, 220, 40, 40, 40, 60, 220]
-    for root in ("agree", "differ"):
-        masks(root, [0, 1, 2], n=6)
-        for path in sorted(Path(root, "annotations").iterdir()):
-            palette_png(path, np.array(Image.open(path)), colours)
-    assert find_values("agree") == ([0, 1, 2], [255])
-    path, values = "differ/annotations/04.png", np.array(Image.open("differ/annotations/04.png"))
-    palette_png(path, values.clip(max=1), [*colours[:6], 9, 9, 9])  # unused colours may differ
-    assert find_values("differ")[0] == [0, 1, 2]
-    palette_png(path, values, [*colours[:3], *colours[6:], *colours[3:6]])
-    for find in (find_values, lambda root: [*own_folder(root, "train", [0, 1, 2], [255])],
-                 lambda root: own_folder(root, "all", [0, 1, 2], [255])):
-        with pytest.raises(InputError, match=r"value 1 .*s/\d\d.png.*s/\d\d.png"):
-            find("differ")
+    masks("mine", [0, 1, 2], n=6)
+
+    def save(path, palette):
+        image = Image.fromarray(np.array(Image.open(path))).convert("P")
+        image.putpalette(palette)
+        image.save(path)
+    for path in sorted(Path("mine", "annotations").iterdir()):
+        save(path, colours)
+    assert find_values("mine") == [0, 1, 2]
+    save("mine/annotations/04.png", [*colours[:3], *colours[6:], *colours[3:6]])
+    with pytest.raises(InputError, match="s/00.png and .*s/04.png have different palettes"):
+        find_values("mine")
 
 
-def test_mixed_meanings_of_255_need_a_flag():
-    """Half of the masks contain 0 and 1, the other half 0 and 255."""
-    masks("mixed", [0, 1], n=6)
-    for i in range(3):
-        path = f"mixed/annotations/0{i}.png"
-        Image.fromarray(255 * np.array(Image.open(path))).save(path)
-    for find in (find_values, lambda root: own_folder(root, "all", [0, 1], [255])):
-        with pytest.raises(InputError, match="annotations/0[0-2].png.*annotations/0[3-5].png"):
-            find("mixed")
-    assert find_values("mixed", [255]) == ([0, 1], [255])
-    masks("white", [0, 255], n=6)                       # the network expects 0 and 1
-    with pytest.raises(InputError, match="white.*values \\[0, 255\\]"):
-        own_folder("white", "all", [0, 1], [255])
-
-
-def test_classes_txt_needs_utf_8():
-    masks("mine", [0, 1, 2])
-    for encoding in ("latin-1", "utf-16"):
-        Path("mine/classes.txt").write_bytes("Boden\nWürfel\nKreis\n".encode(encoding))
-        assert "classes.txt is not UTF-8" in refused(train_seg, "--data_dir mine")
-    for encoding in ("utf-8", "utf-8-sig"):
-        Path("mine/classes.txt").write_bytes("Boden\r\nWürfel\r\nKreis".encode(encoding))
-        assert own_folder("mine", "all", [0, 1, 2], [255]).classes == ["Boden", "Würfel", "Kreis"]
-    with pytest.raises(InputError, match="classes.txt lists 3 classes, expected 2"):
-        own_folder("mine", "all", [0, 1], [255])
+def test_vanished_images_are_named():
+    masks("mine", [0, 1], n=4)
+    labelled = own_folder("mine", "all", [0, 1])
+    for i, path in enumerate(("images/00.jpg", "annotations/01.png")):
+        os.remove(f"mine/{path}")
+        with pytest.raises(InputError, match=path):
+            labelled[i]
 
 
 def test_masks_without_a_training_are_one_line():
     masks("mine", [0, 1])
-    assert "--data_dir" in refused(train_seg, "--data folder")
     Image.new("RGB", (40, 40)).save("mine/annotations/03.png")
     assert "03.png" in refused(train_seg, "--data_dir mine")
-    for path in Path("mine/images").iterdir():
-        path.rename(path.with_stem(f"other_{path.stem}"))
-    assert "mine/annotations" in refused(train_seg, "--data_dir mine")
-    masks("split/training", [0, 1])
-    for part in ("images", "annotations"):                  # no validation/
-        Path("split2", part).mkdir(parents=True)
-        Path("split/training", part).rename(Path("split2", part, "training"))
-    assert "split2/images/validation" in refused(train_seg, "--data_dir split2")
+    masks("two", [0, 1], n=2)
+    assert "2 images, expected at least 3" in refused(train_seg, "--data_dir two")

@@ -28,8 +28,7 @@ import train_lm
 import train_seg
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, SelfAttention, rpc_attention
 from conftest import ROOT
-from data.augment import augment_uint8
-from data.distort import COLUMNS, distort
+from data.augment import DISTORT_COLUMNS, augment_uint8, distort
 from data.rng import uniform
 from data.shapes import load_shapes
 from lm import LM, LM_SIZES, LMConfig
@@ -299,7 +298,7 @@ def test_training_images_equal_the_cpus(device, note):
     """Distorted images are equal. RandAugment rounds at most 1 of 10,000 pixels differently."""
     images = load_shapes("test", full(256, 8)).images
     found = []
-    for augment in (lambda x: distort(x, uniform(torch.arange(len(x)), COLUMNS, 0)),
+    for augment in (lambda x: distort(x, uniform(torch.arange(len(x)), DISTORT_COLUMNS, 0)),
                     lambda x: augment_uint8(x, torch.arange(len(x)), 0, pad=4, num_ops=2)):
         off = augment(images.to(device)).cpu().int() - augment(images)
         found.append((off != 0).double().mean().item())

@@ -12,7 +12,8 @@ import common
 import look
 from conftest import ROOT
 from attention import SelfAttention, softmax_attention
-from data.photos import load_photos, middle_square
+from data.datasets import load_photos
+from data.images import central_square
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from fan import FAN, FANConfig
@@ -147,7 +148,7 @@ def test_a_map_goes_from_black_to_light_yellow():
 def test_a_large_picture_is_averaged():
     """Black and white columns, one pixel wide, become grey."""
     stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
-    assert (middle_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
+    assert (central_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
 
 
 def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
@@ -189,7 +190,7 @@ def test_bad_input_gives_one_line(run, classifier, tmp_path):
     save(tmp_path / "fan.pt", fan)
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
     for flags, word in ((("--image", text), "text.jpg"),
-                        (("--image", tmp_path / "lost.jpg"), "not found: "),
+                        (("--image", tmp_path / "lost.jpg"), "cannot read "),
                         (("--image", tmp_path), "no readable image"),
                         (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
                         (("--ckpt", tmp_path / "words.pt"), "stores no classes"),

@@ -17,9 +17,8 @@ import train_lm
 import train_seg
 from attention import key_statistics
 from data import augment, rng
-from data.masks import ade20k
+from data.masks import TrainingViews, ade20k, finish_views
 from data.rng import epoch_order, uniform
-from data.views import TrainingViews, finish_views
 from data.shapes import load_shapes
 from data.text import load_corpus, random_windows
 from lm import LM, LMConfig

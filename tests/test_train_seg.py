@@ -16,9 +16,8 @@ import torch
 import common
 import train_seg
 from conftest import ROOT
-from data.masks import SegTree, ade20k
+from data.masks import Scenes, SegTree, TrainingViews, ade20k
 from data.rng import epoch_order
-from data.views import Scenes, TrainingViews
 from runs import call, flags, log, make_pairs, refused
 from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, plain, predict,
                        predictions, scores, segmenter_from_checkpoint)

@@ -11,7 +11,7 @@ import torch
 
 import common
 import train_cls
-from data.views import Scenes
+from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from data.text import load_corpus, perplexity, pydoc_folder, sliding_nll
 from lm import lm_from_checkpoint
