@@ -134,7 +134,13 @@ def against(base, *arms):
 
 TEN = ("rpc4-l1", "rpc2-all", "rkde-huber", "rkde-hampel", "mom", "elliptical", "sinkhorn", "keys",
        "keys-rows", "weights")
-PGD = "pgd eps={} steps=20"
+MEASURES = "clean", "corruptions", "pgd"
+SEVERE = "--seed", 1, "--severities", 1, 3, 5
+
+
+def eps(*budgets):
+    """Return the flag of eval_robust.py that sets the attack budgets; budgets: in 1/255."""
+    return "--eps", *(f"{round(2 * x)}/510" for x in budgets)
 
 
 class Study(NamedTuple):
@@ -142,10 +148,10 @@ class Study(NamedTuple):
     arms: dict
     comparisons: dict
     rows: tuple                             # patterns of the files with stored rows, in results/
-    measures: tuple                         # for --measures of eval_robust.py
+    how: tuple                              # flags of eval_robust.py
+    measures: tuple = MEASURES              # for --measures of eval_robust.py
     primary: tuple = SCENES_PRIMARY
     limit: int = 1000                       # images per measure
-    how: tuple = ("--seed", 1, "--severities", 1, 3, 5)     # more flags of eval_robust.py
     training: tuple = ()                    # flags of train_cls.py for all arms
     alias: dict = {}                        # {name of an arm in the rows: its name here}
 
@@ -157,15 +163,13 @@ STUDIES = {
         "ten": Comparison(against("symmetric", *TEN), range(5), ("rpc4-l1", "rpc2-all"))},
         ("robustness/results.jsonl", "robust_attentions/results.jsonl",
          "robust_attentions/patches.jsonl"),
-        ("clean", "corruptions", "fgsm eps=1/255,2/255", PGD.format("1/255,2/255"),
-         "apgd eps=1/255,2/255", "adaptive_pgd eps=2/255"), limit=500, how=()),
+        eps(1, 2), (*MEASURES, "fgsm", "apgd", "adaptive_pgd"), limit=500),
     "cifar10": Study(ARMS, {
         "cifar10": Comparison(against("symmetric", "rpc4-l1", "no-shrink"), range(3)),
         "ten-cifar10": Comparison(against("symmetric", "rpc4-l1", "keys-rows", "weights",
                                           "rkde-huber"), range(3), ("rpc4-l1",))},
         ("robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"),
-        ("clean", "corruptions", "fgsm eps=1/255,2/255", PGD.format("1/255,2/255"),
-         "adaptive_pgd eps=2/255"), CIFAR10_PRIMARY, 500, (),
+        eps(1, 2), (*MEASURES, "fgsm", "adaptive_pgd"), CIFAR10_PRIMARY, 500,
         ("--data", "cifar10", "--model", "nano", "--epochs", 12)),
     "constants": Study(PUBLISHED | CHOSEN, {
         "confirmation": Comparison(against("symmetric", "rpc4-l1"), range(5, 13)),
@@ -173,17 +177,15 @@ STUDIES = {
         "chosen": Comparison(against("symmetric", "paper-0.05-n3", "paper-0.05-n4"),
                              range(10, 15)),
         "second": Comparison(against("symmetric", "paper-0.05-n4"), range(15, 20))},
-        ("constants/s*.jsonl",), ("clean", "corruptions", PGD.format("2/255"))),
+        ("constants/s*.jsonl",), (*SEVERE, *eps(2))),
     "control": Study(PUBLISHED | {f"{arm}-adv": flags | ADV for arm, flags in PUBLISHED.items()}, {
         "control": Comparison([("symmetric-adv", "symmetric")]),
         "added": Comparison([("rpc4-l1-adv", "symmetric-adv")]),
         "undefended": Comparison([("rpc4-l1", "symmetric")])},
-        ("control/*_s?.jsonl",), ("clean", "corruptions", PGD.format(
-            ",".join(f"{eps}/255" for eps in (0.5, 1, 2, 3, 4, 6, 8, 12, 16))))),
+        ("control/*_s?.jsonl",), (*SEVERE, *eps(0.5, 1, 2, 3, 4, 6, 8, 12, 16))),
     "finetune": Study({"symmetric": SYMMETRIC | FINETUNE, "rpc4-l1": dict(attn="rpc") | FINETUNE}, {
         "finetune": Comparison([("rpc4-l1", "symmetric")])},
-        ("finetune/results.jsonl",), ("clean", "corruptions", PGD.format("1/255,2/255")),
-        limit=500, how=()),
+        ("finetune/results.jsonl",), eps(1, 2), limit=500),
     "line": Study(LINE_ARMS, {
         "softmax": Comparison([("softmax-e8", "symmetric-e8")]),
         "lambda-0": Comparison([("paper-0.05-n4", "uniform-l0"), ("paper-0.05-n4", "symmetric-e8"),
@@ -193,17 +195,16 @@ STUDIES = {
         "flat": Comparison([("flat-rpc4-l1", "flat-e8")]),
         "one-rate": Comparison([("long-rpc4-l1", "half-symmetric")]),
         "rate": Comparison([("long-symmetric", "half-symmetric")])},
-        ("line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"),
-        ("clean", "corruptions", PGD.format("1/255,2/255"))),
+        ("line/s*.jsonl", "line/long.jsonl", "line/flat.jsonl"), (*SEVERE, *eps(1, 2))),
     "eighteen": Study(PUBLISHED | CHOSEN, {         # every seed of the chosen settings together
         "eighteen": Comparison([("paper-0.05-n4", "symmetric")], range(10, 28))},
-        ("constants/s*.jsonl", "line/s*.jsonl"), ("clean", "corruptions", PGD.format("2/255")),
+        ("constants/s*.jsonl", "line/s*.jsonl"), (*SEVERE, *eps(2)),
         alias={"symmetric-e8": "symmetric"}),
     "line-cifar10": Study(LINE_CIFAR10, {
         "cifar10-12": Comparison([("rpc4-l1-e12", "symmetric-e12")], margins=(3, 3)),
         "cifar10-others": Comparison(against("symmetric-e12", "softmax-e12", "uniform-l0-e12"))},
-        ("line/cifar10.jsonl",), ("clean", "corruptions", PGD.format("1/255")),
-        CIFAR10_PRIMARY, 2000, training=("--data", "cifar10", "--model", "nano")),
+        ("line/cifar10.jsonl",), (*SEVERE, *eps(1)), MEASURES, CIFAR10_PRIMARY, 2000,
+        training=("--data", "cifar10", "--model", "nano")),
     "criterion": Study(CRITERION, {
         "cost-24": Comparison([*against("symmetric", "symmetric-adv", "rpc4-l1", "rpc4-l1-fast",
                                         "uniform-l0", "softmax"), ("rpc4-l1-adv", "symmetric-adv")],
@@ -213,8 +214,8 @@ STUDIES = {
         "gate": Comparison([("symmetric-adv", "symmetric")], range(45, 50)),
         # The plan allows no conclusion from it, see studies/results/criterion/plan.md.
         "behind the gate": Comparison([("rpc4-l1", "symmetric")], range(45, 50))},
-        ("criterion/*.jsonl",), ("clean", "corruptions", PGD.format(
-            "1/255,2/255,4/255,6/255,8/255,12/255")), ("median budget", "15 corruptions")),
+        ("criterion/*.jsonl",), (*SEVERE, *eps(1, 2, 4, 6, 8, 12)),
+        primary=("median budget", "15 corruptions")),
 }
 
 
@@ -274,8 +275,8 @@ def train_and_measure(study, args, rest):
             folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
             train_arm(folder, flags, [*study.training, *rest])
             # Without RPC, an adaptive attack is the same as PGD.
-            measures = [text for text in args.measures or study.measures
-                        if flags["attn"] == "rpc" or not text.startswith("adaptive")]
+            measures = [name for name in args.measures or study.measures
+                        if flags["attn"] == "rpc" or not name.startswith("adaptive")]
             call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
                  args.out_dir / "eval" / folder.name, "--limit", study.limit,
                  *study.how, "--measures", *measures)

@@ -17,8 +17,8 @@ within each round, and the median of the ratios is reported. So a program that s
 round does not change the ratio.
 
 Memory is the size of the tensors that autograd keeps for one image until the backward pass. Fused
-attention keeps only its inputs and its output. So a PAP step adds three tensors (B, H, N, D), S, K2
-and L, and no N x N matrix.
+attention keeps only its inputs and its output. So a PAP step adds a few tensors (B, H, N, D), and
+no N x N matrix.
 """
 
 import argparse

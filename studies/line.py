@@ -12,7 +12,7 @@ constant learning rate, even the baseline lies far above the line. So the line c
 it cannot prove that something is a defence. Plan and outcomes: studies/results/line/plan.md.
 
 --rows takes results.jsonl of eval_robust.py, or its folder. Run eval_robust.py with --measures
-clean "pgd eps=2/255 steps=20" corruptions.
+clean pgd corruptions --eps 2/255.
 """
 
 import argparse

@@ -80,13 +80,13 @@ def measure(checkpoint, variant, images, labels):
     for network in (model, released):
         network.requires_grad_(False)
 
-    def along_released(_, images, labels, seed, index):
-        return pgd(released, images, labels, EPS, seed=seed, index=index)
+    def along_released(_, images, labels, index):
+        return pgd(released, images, labels, EPS, index=index)
 
     pixels = images / 255
     right = evaluate(model, pixels, labels, {
         HIDDEN: along_released, TRUE: partial(pgd, eps=EPS),
-        "apgd": partial(apgd, eps=EPS, steps=40)}, batch_size=50)
+        "apgd": partial(apgd, eps=EPS, steps=40)}, batch_size=50, index=torch.arange(len(images)))
     right["6 noisy patches"] = is_right(model, corrupt_patches(
         pixels, "noise", checkpoint["model_config"]["patch_size"])[0], labels)
     for name in NAMES:

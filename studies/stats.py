@@ -186,15 +186,17 @@ def row_of(row):
     name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     arm, _, seed = name.rpartition("_s")
     arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
-    eps = round(255 * setting.get("eps", 0), 6)
+    eps = round(255 * (setting.get("eps") or 0), 6)
     measure = setting["type"] if kind == "corruptions" else f"{kind} {eps:g}/255" if eps else kind
     right = row.get("right")
     if right is not None:
         several = right if isinstance(right, list) else [right]
         right = 100 * np.mean([unpack_bits(text, row["images"]) for text in several], 0)
     config = row["model_config"]
-    return Row(name, arm, seed, kind, measure, eps,
-               f"{kind} {setting} seed={row['seed']} {row['precision']}", row["images"],
+    # Earlier versions also stored settings that were equal in all rows.
+    how = {k: setting[k] for k in ("type", "severities", "steps", "conditions") if k in setting}
+    return Row(name, arm, seed, kind, measure, eps, f"{kind} {how} seed={row['seed']}",
+               row["images"],
                float(np.mean(row.get("top1", nan))), right, row.get("loss"),
                row.get("hardware", ""), "embed_dim" in config and config.get("init") != "default")
 

@@ -67,7 +67,7 @@ SCALES = {
     "tiny": dict(cls=TINY, small=f"{TINY} --model nano", tuned=f"{TINY} --model nano", seg=TINY,
                  fan=f"{TINY} --batch_size 4 --model fan_tiny",
                  lm="--steps 1 --context 16 --words 0 --warmup 0", few="--limit 1 --severities 3",
-                 attacked="--limit 1", tokens="--limit 40",
+                 attacked="--limit 1 --steps 1", tokens="--limit 40",
                  cost="--rounds 1 --batch_size 1"),
     "small": dict(cls="--model nano", small="--model micro --epochs 6",        # 6 to 8 CPU minutes
                   tuned="--model micro --epochs 2", seg="", lm="",
@@ -88,11 +88,7 @@ ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "asym4": "--attn rpc_asym --n_iter 4", "symasym": "--attn sym_asym --n_iter 4",
              "control": "--attn symmetric",
              **{f"rpc{n}": f"--attn rpc --n_iter {n}" for n in (4, 5, 6)}}
-# Shorter attacks at smaller scales. None: left out, because one image takes minutes.
-SHORT_ATTACKS = {"tiny": {"pgd": "pgd steps=1", "cw": "cw steps=1", "spsa": "spsa steps=1",
-                    "square": "square queries=5", "autoattack": None},
-           "small": {"cw": "cw steps=100", "spsa": "spsa steps=10",
-                     "autoattack": "autoattack queries=500"}, "paper": {}}
+SLOW = "cw", "spsa", "autoattack"                            # run at scale paper only
 
 
 class Plan:
@@ -133,9 +129,12 @@ class Plan:
     def evaluate(self, arms, *words):
         """Append the evaluation of all arms on the same images; rows go to <out>/rows_<task>."""
         task = arms[0].split("_")[0] if arms[0].startswith(("seg_", "lm_")) else "vit"
-        self.add("eval_robust.py", "--out_dir", self.out / f"rows_{task}", *words,
-                 "--ckpt", *(self.out / f"{arm}_s{seed}" for arm in arms
-                             for seed in self.args.seeds))
+        out = ["--out_dir", self.out / f"rows_{task}", *words]
+        runs = [self.out / f"{arm}_s{seed}" for arm in arms for seed in self.args.seeds]
+        if task == "vit":
+            return self.add("eval_robust.py", *out, "--ckpt", *runs)
+        for run in runs:
+            self.add(f"train_{task}.py", *out, "--eval_only", run)
 
     def make(self, table):
         """Append and return all commands of a table."""
@@ -146,6 +145,8 @@ class Plan:
                 self.train(arm, seed)
         if measures == "benchmarks":
             words, names = f["few"].split(), ["clean", "corruptions"]
+            if arms[0].startswith("seg_"):
+                return self.evaluate(arms, *words) or self.commands
             words += ["--corrupted_dir", a.imagenet_c] if a.imagenet_c else []
             for name in ("imagenet_a", "imagenet_r", "imagenet_o"):
                 if getattr(a, name):
@@ -153,11 +154,10 @@ class Plan:
                     words += [f"--{name}", getattr(a, name)]
             self.evaluate(arms, *words, "--measures", *names)
         elif isinstance(measures, list):            # in the paper's conditions: docs/robustness.md
-            attacks = [SHORT_ATTACKS[a.scale].get(name, name) for name in measures]
             self.evaluate(arms, "--preset", "paper", *f["attacked"].split(), "--measures",
-                          *filter(None, attacks))
+                          *(name for name in measures if a.scale == "paper" or name not in SLOW))
         elif measures == "perplexity":
-            self.evaluate(arms, *f["tokens"].split(), "--measures", "perplexity")
+            self.evaluate(arms, *f["tokens"].split())
         elif measures == "cost":
             self.add("-m", "studies.cost", *f["cost"].split())
         elif measures:
@@ -213,7 +213,9 @@ def ours(rows, table, column):
 
 def as_alexnet(row):
     """Whether a row can be divided by AlexNet's errors: ImageNet, all five severities."""
-    return row["imagenet1k"] and row["settings"]["severities"] == [1, 2, 3, 4, 5]
+    classes = row["model_config"].get("num_classes", 1000)
+    return (row["data"] == "imagenet" and classes == 1000
+            and row["settings"]["severities"] == [1, 2, 3, 4, 5])
 
 
 def of_all_corruptions(corrupted, column, field):

@@ -53,7 +53,7 @@ def study(tmp_path, monkeypatch):
     def run(*argv):
         commands.clear()
         arms.main(["robustness", "--out_dir", str(tmp_path), "--seeds", "7", "--limit", "4",
-                   "--measures", "clean", "pgd eps=2/255 steps=1", "adaptive_pgd eps=2/255 steps=1",
+                   "--measures", "clean", "pgd", "adaptive_pgd",
                    "--num_images", "32", "--batch_size", "16", "--epochs", "2", *argv])
         return [command[:3] for command in commands]
 

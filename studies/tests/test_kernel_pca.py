@@ -12,7 +12,6 @@ from torch import nn
 import train_cls
 from attention import SelfAttention
 from common import InputError
-from conftest import ROOT
 from data import shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
                   projection_loss, ritz, theoretical_values)
@@ -374,7 +373,7 @@ def test_rows_are_means_over_images(tmp_path):
 def test_untrained_and_trained_networks_have_rows(monkeypatch, tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 "
-             "--device cpu --weight_decay 0 --min_lr 0")
+             "--device cpu --weight_decay 0")
     monkeypatch.setattr(sys, "argv", ["train_cls.py", *flags.split(), "--out_dir", str(folder)])
     train_cls.main()
     end, checkpoint = load_model(folder)
@@ -397,7 +396,6 @@ def test_unusable_checkpoints_are_named(tmp_path):
     weights = load_model(good)[0].state_dict()
     nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in weights.items()})
     for argv, message in (
-            (["--ckpt", ROOT / "weights/seg_shapes_rpc.pt"], "is no classifier"),
             (["--ckpt", nan], "not finite"),
             (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
         with pytest.raises(InputError, match=message):
