@@ -32,7 +32,6 @@ from studies import probe
 from studies.stats import scipy_stats, spread
 from robust import metrics
 from robust.patches import KINDS, corrupt_patches
-from checkpoints import kind_of
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
 
@@ -125,7 +124,8 @@ def checkpoint_row(path, args):
     images, labels = probe.load_test_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
     return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
-                network=kind_of(model.config), seed=checkpoint["args"]["seed"],
+                network=common.describe_model(model, checkpoint, path)["kind"],
+                seed=checkpoint["args"]["seed"],
                 values={name: round(x.double().mean().item(), 5) for name, x in values.items()})
 
 
