@@ -11,13 +11,11 @@ import common
 import eval_robust
 import peers
 import train_cls
-from common import InputError
 from conftest import SHARED
-from fan import FAN, FAN_SIZES, BatchNorm, FANConfig
+from fan import FAN, FAN_SIZES, BatchNorm, FANConfig, fan_from_checkpoint
 from processes import group
 from studies import probe
 from runs import call, log
-from vit import classifier_from_checkpoint
 from checkpoints import load_weights
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
@@ -176,7 +174,7 @@ def test_sync_batch_norm_replaces_every_norm():
 
 @pytest.mark.parametrize("bad", [dict(patch_size=32), dict(class_attn="rpc")])
 def test_wrong_settings_are_errors(bad):
-    with pytest.raises(InputError, match=next(iter(bad))):
+    with pytest.raises(ValueError, match=next(iter(bad))):
         FANConfig(**{**SMALL, **bad})
 
 
@@ -230,13 +228,13 @@ def test_two_processes_equal_one(tiny):
 def test_init_evaluation_and_probe_accept_a_fan(tiny):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
-    config = classifier_from_checkpoint(common.load("rpc")).config
+    config = fan_from_checkpoint(common.load("rpc")).config
     assert (config.attn, config.class_attn) == ("rpc", "symmetric")
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
     assert common.load("rpc")["architecture"] == "fan"
     old = common.load("rpc")
     del old["architecture"]                                 # as in files of earlier versions
-    assert type(classifier_from_checkpoint(old)) is FAN
+    assert type(fan_from_checkpoint(old)) is FAN
     call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
     assert common.load("vit")["architecture"] == "vit"
     call(eval_robust.main, "--ckpt rpc sym vit --measures clean",

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 import segmenter
-from common import InputError
 from conftest import SHARED
 from vit import resize_pos_embed
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
@@ -283,10 +282,10 @@ def test_evaluation_uses_index_and_change_and_keeps_mode():
 def test_wrong_settings_and_windows_are_errors():
     for bad in (dict(decoder_attn="both"), dict(num_classes=1), dict(num_classes=256),
                 dict(image_size=36)):
-        with pytest.raises(InputError, match=next(iter(bad))):
+        with pytest.raises(ValueError, match=next(iter(bad))):
             SegmenterConfig(**{**SMALL, **bad})
     with pytest.raises(ValueError, match="expected float"):
         small()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     for bad in (dict(window=30), dict(stride=0), dict(stride=33)):
-        with pytest.raises(InputError, match=next(iter(bad))):
+        with pytest.raises(ValueError, match=next(iter(bad))):
             predict(small(), torch.rand(3, 40, 40), **dict(size=32, window=32, stride=16) | bad)

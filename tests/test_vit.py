@@ -2,6 +2,7 @@
 
 import argparse
 import io
+from argparse import Namespace
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Mlp, ViT, ViTConfig, resize_pos_embed
-from checkpoints import flags_for, foreign_settings, foreign_vit, load_weights
+from vit import SIZES, Mlp, ViT, ViTConfig, load_timm, resize_pos_embed
+from checkpoints import foreign_settings, foreign_vit, load_weights
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -164,7 +165,7 @@ def test_drop_path_drops_samples_and_grows_by_layer():
 def test_wrong_settings_and_images_are_errors():
     for bad in (dict(image_size=30), dict(attn="fog"), dict(num_heads=7), dict(init="zeros"),
                 dict(rpc_layers=(7,), attn="rpc")):
-        with pytest.raises(InputError, match=next(iter(bad))):
+        with pytest.raises(ValueError, match=next(iter(bad))):
             ViTConfig(**{**TINY, **bad})
     for shape, dtype in (((3, 40, 40), torch.float), ((1, 32, 32), torch.float),
                          ((3, 32, 32), torch.uint8)):
@@ -293,19 +294,6 @@ def test_settings_of_a_foreign_file_follow_its_shapes():
         assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
 
 
-def test_weights_set_the_flags_of_the_trainer():
-    config = ViTConfig(**SIZES["small"], image_size=64, attn="softmax")
-    with torch.device("meta"):
-        raw = ViT(config).state_dict()
-    ours = dict(task="classification", model_config=asdict(config))
-    for file in (raw, {"model": raw}, ours, {**ours, "architecture": "vit"}):
-        assert flags_for(file, SIZES) == dict(model="small", patch_size=16, image_size=64)
-    assert flags_for(SOFT, SIZES) == dict(patch_size=8, image_size=32)      # not a size in SIZES
-    for other in (dict(task="classification", model_config=dict(cls_depth=2)),
-                  {**ours, "architecture": "fan"}, {**ours, "task": "segmentation"},
-                  dict(a=torch.ones(1))):
-        assert flags_for(other, SIZES) == {}
-
 
 def test_unused_queries_of_released_files_are_dropped():
     m, again = small(attn="sym_asym"), small(attn="sym_asym", depth=2)
@@ -315,3 +303,23 @@ def test_unused_queries_of_released_files_are_dropped():
     torch.nn.init.zeros_(again.blocks[0].attn.qkv.weight)
     load_weights(again, weights)
     assert torch.equal(again(x), m(x))
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", None])
+def test_load_timm_reads_weights_with_timms_names(key):
+    model = ViT(ViTConfig(embed_dim=128, depth=2, num_heads=2, image_size=64)).eval()
+    state = {f"module._orig_mod.{name}": w for name, w in model.state_dict().items()}
+    loaded, images = load_timm({key: state} if key else state), torch.rand(2, 3, 64, 64)
+    assert loaded.config.num_heads == 2 and torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.parametrize("layer,layers", [(0, (0,)), (-1, (0, 1))])
+def test_load_timm_reads_the_attention_of_the_released_code(layer, layers):
+    how = dict(embed_dim=64, depth=2, num_heads=1, image_size=64, attn="rpc", rpc_layers=layers,
+               pap=dict(n_iter=2, lambd=3.0))
+    model, args = ViT(ViTConfig(**how)).eval(), Namespace(num_iter=2, lambd=3.0, robust=True,
+                                                          layer=layer)
+    loaded = load_timm(dict(model=model.state_dict(), args=args))
+    assert loaded.config == model.config
+    with pytest.raises(InputError, match="symmetric or RPC"):
+        load_timm(model.state_dict())
