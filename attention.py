@@ -40,7 +40,6 @@ doubled, mu is halved, so lambda * mu is halved and lambda / mu is doubled.
 
 import math
 from contextlib import contextmanager
-from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +70,22 @@ def naive_attention(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
+def naive_rpc(k, v):
+    """Compute RPC-Attention as Algorithm 1 does, in the form of the released code: (B, H, N, D).
+
+    This function is for reading only. `rpc_attention` without options returns the same numbers.
+    """
+    B, H, N, D = k.shape
+    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # mu of Def. 1, C = H * D
+    L = S = Y = torch.zeros_like(k)                                     # line 1
+    for _ in range(4):                                                  # line 2
+        x = k - L + Y / mu
+        S = x.sign() * (x.abs() - 4 * mu).clamp(min=0)                  # line 3: S_tau, lambda = 4
+        L = symmetric_attention(k - S - Y / mu, v)                      # line 4
+        Y = Y + mu * (k - L - S)                                        # line 5
+    return L                                                            # line 7
+
+
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     """Compute softmax attention by PyTorch's fused kernel, which does not store A.
 
@@ -99,31 +114,7 @@ def soft_threshold(x, tau):
 
     x: any shape. tau >= 0: a number, or a tensor that broadcasts to x.
     """
-    return SoftThreshold.apply(x, torch.as_tensor(tau, dtype=x.dtype, device=x.device))
-
-
-class SoftThreshold(torch.autograd.Function):
-    """S = sign(x) max(|x| - tau, 0), computed as x - clamp(x, -tau, tau).
-
-    Without this class, autograd would keep three tensors per PAP step for the backward pass instead
-    of one, and a training step would take about 3 % longer.
-    """
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, tau):
-        return x - x.clamp(-tau, tau)
-
-    @staticmethod
-    def setup_context(ctx, inputs, S):
-        ctx.save_for_backward(S)
-        ctx.tau_shape = inputs[1].shape
-
-    @staticmethod
-    def backward(ctx, grad):
-        sign = ctx.saved_tensors[0].sign()      # where S is not 0: dS/dx = 1, dS/dtau = -sign(x)
-        shrunk = grad * sign
-        return shrunk * sign, -shrunk.sum_to_size(ctx.tau_shape)
+    return x.sign() * F.relu(x.abs() - tau)                    # S_tau = sign(x) max(|x| - tau, 0)
 
 
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
@@ -338,48 +329,35 @@ class SelfAttention(nn.Module):
         Returns [] if the attention runs no PAP.
         """
         steps = []
-        with every_pap(trace=steps):
+        with every_pap(self, trace=steps):
             self.attend(*self.project(x))
         return steps
 
 
 # --- tools: trace or change PAP inside a model ----------------------------------------------------
 
-overrides = {}                          # arguments of rpc_attention that every_pap has set
-
-
 @contextmanager
-def every_pap(**settings):
-    """Override arguments of every rpc_attention call inside the block, to trace or to change PAP.
+def every_pap(model, **settings):
+    """Change arguments of rpc_attention in every layer of a model inside the block.
 
         steps = []
-        with every_pap(trace=steps):                # collects the steps of all layers, in order
+        with every_pap(model, trace=steps):             # collects the steps of all layers, in order
             model(images)
-        with every_pap(shrink=mine, n_iter=2):      # runs the same weights with another PAP
+        with every_pap(model, shrink=mine, n_iter=2):   # runs the same weights with another PAP
             logits = model(images)
 
-    This also reaches rpc_attention calls inside your own attention. The backward pass of a
-    checkpointed layer calls rpc_attention again, so run the backward pass inside the block, too.
+    It changes the dict `pap` of every module that has one. Your own attention must therefore call
+    rpc_attention(k, v, **layer.pap). The backward pass of a checkpointed layer calls rpc_attention
+    again, so run the backward pass inside the block, too.
     """
-    before = dict(overrides)
-    overrides.update(settings)
+    before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
+    for layer in before:
+        layer.pap = {**layer.pap, **settings}
     try:
         yield
     finally:
-        overrides.clear()
-        overrides.update(before)
-
-
-def overridable(function):
-    """Wrap rpc_attention, so that every_pap can override its arguments."""
-    @wraps(function)
-    def call(k, v, n_iter=4, lambd=4.0, **settings):
-        settings.update(n_iter=n_iter, lambd=lambd)
-        return function(k, v, **{**settings, **overrides})
-    return call
-
-
-rpc_attention = overridable(rpc_attention)
+        for layer, pap in before.items():
+            layer.pap = pap
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 RPC-Attention runs Principal Attention Pursuit (PAP), whose soft threshold has slope 0 where it
 returns 0. There an attack along the model's own gradient can fail although the model is not robust
 (Athalye et al. 2018). An adaptive attack also follows gradients of the same weights with a changed
-PAP that does not hide them. The change reaches every call of `rpc_attention`, also a call inside
-your own attention.
+PAP that does not hide them. The change reaches your own attention if it passes `**layer.pap` to
+`rpc_attention`.
 """
 
 import math
@@ -30,7 +30,7 @@ def pap_steps(model, images):
     steps, once = [], []
     with torch.no_grad():
         for found, settings in ((steps, {}), (once, dict(n_iter=1))):
-            with every_pap(trace=found, **settings):
+            with every_pap(model, trace=found, **settings):
                 model(images[:1])
     return len(steps) // max(len(once), 1)
 
@@ -38,7 +38,7 @@ def pap_steps(model, images):
 def with_pap(model, **settings):
     """Return a function of images: the model with the same weights and other settings of PAP."""
     def changed(images):
-        with every_pap(**settings):
+        with every_pap(model, **settings):
             return model(images)
     return changed
 

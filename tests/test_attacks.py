@@ -428,11 +428,16 @@ def test_false_robustness_is_an_error(change, message):
         clean_logits(**{**case, **change})
 
 
+class Half(torch.nn.Module):
+    def forward(self, logits):
+        return logits.half()
+
+
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attacks_accept_half_precision_logits(net, name):
     """Half precision comes from autocast or from half-precision weights."""
     model, images, labels = net[0], net[1][:4], net[2][:4]
-    adv = ATTACKS[name](lambda x: model(x).half(), images, labels, EPS)
+    adv = ATTACKS[name](torch.nn.Sequential(model, Half()).eval(), images, labels, EPS)
     assert adv.dtype == torch.float32 and adv.isfinite().all()
     with torch.autocast("cpu", torch.bfloat16):
         assert ATTACKS[name](model, images, labels, EPS).isfinite().all()

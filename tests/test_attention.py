@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics,
-                       naive_attention, rpc_attention, soft_threshold, softmax_attention,
+                       naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
                        symmetric_attention)
 from conftest import ROOT
 
@@ -118,7 +118,7 @@ def test_every_variant_of_algorithm_1_equals_its_reference(golden):
 
 # --- the equations --------------------------------------------------------------------------------
 
-def test_soft_threshold_has_exact_gradients_also_under_vmap():
+def test_soft_threshold_has_exact_gradients_also_under_vmap_and_jvp():
     assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
@@ -127,8 +127,15 @@ def test_soft_threshold_has_exact_gradients_also_under_vmap():
     assert torch.autograd.gradgradcheck(soft_threshold, (x, tau))
     gradient = torch.func.grad(lambda x, t: soft_threshold(x, t).pow(2).sum())
     per_sample = torch.func.vmap(gradient)(x, tau)
-    assert close(per_sample, torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0],
-                 atol=1e-12)
+    grad = torch.autograd.grad(soft_threshold(x, tau).pow(2).sum(), x)[0]
+    assert close(per_sample, grad, atol=1e-12)
+    _, k, v = qkv()                                            # forward mode equals reverse mode
+    w = torch.ones_like(k)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        slope = torch.func.jvp(lambda k: rpc_attention(k, v, lambd=1.0).sum(), (k,), (w,))[1]
+        k.requires_grad_()
+        reverse = torch.autograd.grad(rpc_attention(k, v, lambd=1.0).sum(), k)[0]
+    assert close(slope, (reverse * w).sum(), atol=1e-9)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -152,6 +159,13 @@ def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)),
                     torch.autograd.grad((L * w).sum(), (k, v))):
         assert close(a, b, atol=1e-9 * max(b.abs().max().item(), 1))
+
+
+def test_naive_rpc_equals_rpc_attention():
+    for gain in (0.5, 2.0):                                    # S is 0 almost nowhere, and often
+        _, k, v = qkv(gain)
+        assert close(naive_rpc(k, v), rpc_attention(k, v), atol=1e-12)
+        assert close(naive_rpc(k.float(), v.float()), rpc_attention(k, v).float(), atol=1e-4)
 
 
 def test_infinite_lambda_and_zero_keys_give_finite_gradients():
@@ -255,30 +269,33 @@ class LearnedRPC(torch.nn.Module):
         self.log_lambd = torch.nn.Parameter(torch.tensor(0.3).log())
 
     def forward(self, q, k, v, layer):
-        return rpc_attention(k, v, 3, self.log_lambd.exp())
+        return rpc_attention(k, v, **layer.pap | dict(lambd=self.log_lambd.exp()))
 
 
-def test_every_pap_reaches_every_rpc_attention(monkeypatch):
+def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (False, LearnedRPC))
-    m, plain, x, steps = layer("mine"), layer("symmetric"), 3 * tokens(), []
-    y, (_, k, v) = m(x), m.project(x)
-    assert len(m.trace(x)) == 3 and len(key_statistics(m, m, x)["nonzero_S"][0]) == 3
-    with every_pap(trace=steps, n_iter=2):
-        with every_pap(lambd=math.inf):
-            changed = m.attend(*m.project(x))
-            assert torch.equal(plain(x), layer("symmetric")(x)) and len(steps) == 2
-        assert not torch.equal(m(x), y) and len(steps) == 4     # the outer block still applies
-    assert torch.equal(changed, rpc_attention(k, v, 2, math.inf))
-    with pytest.raises(TypeError, match="lamda"), every_pap(lamda=1):
+    mine, rpc, plain, x, steps = layer("mine"), layer("rpc"), layer("symmetric"), 3 * tokens(), []
+    m = torch.nn.Sequential(mine, rpc, plain)
+    y, rpc_alone = m(x), rpc(x)
+    assert len(mine.trace(x)) == 4 and list(key_statistics(m, m, x)["nonzero_S"]) == [0, 1]
+    with every_pap(m, trace=steps, n_iter=2):
+        changed = m(x)
+        with every_pap(rpc, lambd=math.inf):
+            assert torch.equal(rpc.attend(*rpc.project(x)),
+                               rpc_attention(*rpc.project(x)[1:], 2, math.inf))
+        assert len(steps) == 6 and torch.equal(m(x), changed)      # the outer block still applies
+        layer("rpc")(x)                                            # another model: not traced
+    assert len(steps) == 10 and not torch.equal(changed, y)
+    with pytest.raises(TypeError, match="lamda"), every_pap(m, lamda=1):
         m(x)
-    assert torch.equal(m(x), y) and len(steps) == 4                     # nothing is overridden
+    assert torch.equal(m(x), y) and torch.equal(rpc(x), rpc_alone) and len(steps) == 10
 
 
 def test_compiled_rpc_is_one_graph_with_equal_outputs():
     m, x = layer("rpc", pap=dict(lambd=0.3, n_iter=2)), 3 * tokens()
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
     assert close(compiled(x), m(x), atol=1e-12)
-    with every_pap(lambd=0.1):
+    with every_pap(m, lambd=0.1):
         assert close(compiled(x), m(x), atol=1e-12)
     assert close(compiled(x), m(x), atol=1e-12)
 

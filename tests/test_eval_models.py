@@ -279,7 +279,7 @@ class LearnedRPC(nn.Module):
         self.log_lambd = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, q, k, v, layer):
-        return attention.rpc_attention(k, v, n_iter=4, lambd=self.log_lambd.exp())
+        return attention.rpc_attention(k, v, **layer.pap | dict(lambd=self.log_lambd.exp()))
 
 
 def test_own_pap_attention_is_attacked_adaptively(tmp_path, monkeypatch):
