@@ -213,6 +213,9 @@ def slides():
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
+        if title.startswith("Live"):
+            shown.append(live())
+            continue
         if rest:
             alt, name, said = rest
             section = next(part for part in sections() if f"pictures/{name}.png" in part)
@@ -225,7 +228,6 @@ def slides():
             stage, notes = f'<div class="board">{to_html(body)}</div>', ""
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(title)}'
                      f'</h2>\n{stage}\n{to_html(said)}{notes}</section>\n')
-    shown[2:2] = [live()]
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 
 
