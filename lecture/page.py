@@ -15,7 +15,6 @@ import base64
 import html
 import json
 import re
-import textwrap
 from pathlib import Path
 
 import torch
@@ -54,30 +53,32 @@ def sections():
 
 # --- the notebook ---------------------------------------------------------------------------------
 
-def code_cells():
-    """Return {picture: code} for the cells of lecture/walkthrough.py, without `if wanted(...)`.
+def first_cells():
+    """Return the code of the first cells: install, naive_rpc to change, and a comparison."""
+    source = (ROOT / "attention.py").read_text()
+    naive = re.search(r"^def naive_rpc.*?\n    return L.*?\n", source, re.M | re.S)[0]
+    return [FIRST_CELL, f"""import torch
+from attention import rpc_attention, symmetric_attention
+from lecture import pictures
 
-    The key of the first cell is "".
-    """
-    first, *others = (ROOT / "lecture/walkthrough.py").read_text().split("\n# %% ")[1:]
-    cells = {"": "# " + first}
-    for cell in others:
-        title, name, body = re.match(r'(.*?)\nif wanted\("(\w+)"\):\n(.*)', cell, re.S).groups()
-        cells[name] = f"# {title}\n{textwrap.dedent(body)}"
-    return {name: code.strip() for name, code in cells.items()}
+
+# RPC-Attention, a copy from attention.py: change its lines here
+{naive.strip()}""", """# The keys and values of layer 0 for eight scenes: is the result equal to rpc_attention?
+attn, x = next(pictures.layers(pictures.network("rpc"), pictures.scenes(8)[0]))
+_, k, v = attn.project(x)
+(naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
 
 
 def notebook_cells():
-    """Yield ("markdown" or "code", text) per cell; the code of a picture stands in its place."""
-    code = code_cells()
+    """Yield ("markdown" or "code", text) per cell; the call that draws a picture stands for it."""
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         yield "markdown", before
         if i == 0:
-            yield "code", FIRST_CELL
-            yield "code", code[""]
+            for code in first_cells():
+                yield "code", code
         for _, name, after in zip(*[iter(rest)] * 3):
-            yield "code", code[name]
+            yield "code", f"pictures.draw_{name}()"
             yield "markdown", after
 
 
