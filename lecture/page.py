@@ -2,9 +2,10 @@
 
     python -m lecture.page                   # out/walkthrough/index.html: text and live networks
     python -m lecture.page --slides          # out/walkthrough/slides.html: one picture per slide
+    python -m lecture.page --live            # out/walkthrough/live.html: the live part alone, to embed
     python -m lecture.page --notebook        # out/walkthrough/walkthrough.ipynb, executed
 
-All three need markdown-it-py, latex2mathml and pygments; the notebook also needs nbformat,
+All need markdown-it-py, latex2mathml and pygments; the notebook also needs nbformat,
 nbclient, ipykernel and matplotlib. A reader's browser fetches nothing: the file contains the
 weights of three networks, and lecture/web/network.js runs them.
 """
@@ -14,7 +15,6 @@ import base64
 import html
 import json
 import re
-import textwrap
 from pathlib import Path
 
 import torch
@@ -26,6 +26,8 @@ from pygments.lexers import get_lexer_by_name
 
 import common
 from data.shapes import SHAPES, load_shapes
+from studies import arms
+from studies.stats import paired_t
 from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +35,7 @@ WEB = ROOT / "lecture/web"
 NETWORKS = ("softmax", "symmetric", "rpc")
 SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
+BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/255
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
           "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
@@ -50,30 +53,32 @@ def sections():
 
 # --- the notebook ---------------------------------------------------------------------------------
 
-def code_cells():
-    """Return {picture: code} for the cells of lecture/walkthrough.py, without `if wanted(...)`.
+def first_cells():
+    """Return the code of the first cells: install, naive_rpc to change, and a comparison."""
+    source = (ROOT / "attention.py").read_text()
+    naive = re.search(r"^def naive_rpc.*?\n    return L.*?\n", source, re.M | re.S)[0]
+    return [FIRST_CELL, f"""import torch
+from attention import rpc_attention, symmetric_attention
+from lecture import pictures
 
-    The key of the first cell is "".
-    """
-    first, *others = (ROOT / "lecture/walkthrough.py").read_text().split("\n# %% ")[1:]
-    cells = {"": "# " + first}
-    for cell in others:
-        title, name, body = re.match(r'(.*?)\nif wanted\("(\w+)"\):\n(.*)', cell, re.S).groups()
-        cells[name] = f"# {title}\n{textwrap.dedent(body)}"
-    return {name: code.strip() for name, code in cells.items()}
+
+# RPC-Attention, a copy from attention.py: change its lines here
+{naive.strip()}""", """# The keys and values of layer 0 for eight scenes: is the result equal to rpc_attention?
+attn, x = next(pictures.layers(pictures.network("rpc"), pictures.scenes(8)[0]))
+_, k, v = attn.project(x)
+(naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
 
 
 def notebook_cells():
-    """Yield ("markdown" or "code", text) per cell; the code of a picture stands in its place."""
-    code = code_cells()
+    """Yield ("markdown" or "code", text) per cell; the call that draws a picture stands for it."""
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         yield "markdown", before
         if i == 0:
-            yield "code", FIRST_CELL
-            yield "code", code[""]
+            for code in first_cells():
+                yield "code", code
         for _, name, after in zip(*[iter(rest)] * 3):
-            yield "code", code[name]
+            yield "code", f"pictures.draw_{name}()"
             yield "markdown", after
 
 
@@ -119,10 +124,26 @@ def networks():
     return stored
 
 
+def truth():
+    """Return {network: {budget in 1/255: (mean, low, high)}}: accuracy in % under PGD.
+
+    The numbers come from five networks of each kind and 1,000 scenes, from the study of equal cost;
+    low and high are the ends of the 95 % interval over networks.
+    """
+    rows, stored = arms.stored(arms.STUDIES["criterion"]), {}
+    for name, arm in zip(NETWORKS, ("softmax", "symmetric", "rpc4-l1"), strict=True):
+        found = {eps: paired_t([float(row.top1) for row in rows if (row.arm, row.measure) ==
+                                (arm, f"pgd {eps}/255") and row.seed in range(40, 45)])
+                 for eps in BUDGETS}
+        stored[name] = {eps: [round(x, 2) for x in (d.mean, d.low, d.high)]
+                        for eps, d in found.items()}
+    return stored
+
+
 def page_data():
-    """Return test scenes as bytes (3, 32, 32), their labels and class names for live.js."""
+    """Return scenes as bytes (3, 32, 32), labels, class names and accuracies for live.js."""
     split = load_shapes("test", max(SCENES) + 1)
-    return dict(classes=list(SHAPES), labels=split.labels[list(SCENES)].tolist(),
+    return dict(classes=list(SHAPES), truth=truth(), labels=split.labels[list(SCENES)].tolist(),
                 scenes=[text_of(split.images[scene]) for scene in SCENES])
 
 
@@ -178,14 +199,14 @@ def anchor_of(text):
 # --- the page and the slides ----------------------------------------------------------------------
 
 def page():
-    """Return the page as HTML: all sections, with the live networks after the first."""
+    """Return the page as HTML: the live networks, then all sections."""
     parts = [f'<section id="{anchor_of(text)}">\n{to_html(text)}</section>\n'
              for text in sections()]
     links = [(anchor_of(text), title_of(text)) for text in sections()]
-    links[1:1] = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
+    links[:0] = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
     nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
-    return document(nav + "<main>\n" + parts[0] + live() + "".join(parts[1:]) + "</main>", SCRIPTS)
+    return document(f"<main>\n{live()}{nav}{''.join(parts)}</main>", SCRIPTS)
 
 
 def slides():
@@ -193,6 +214,9 @@ def slides():
     shown = []
     for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
+        if title.startswith("Live"):
+            shown.append(live())
+            continue
         if rest:
             alt, name, said = rest
             section = next(part for part in sections() if f"pictures/{name}.png" in part)
@@ -205,7 +229,6 @@ def slides():
             stage, notes = f'<div class="board">{to_html(body)}</div>', ""
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(title)}'
                      f'</h2>\n{stage}\n{to_html(said)}{notes}</section>\n')
-    shown[2:2] = [live()]
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 
 
@@ -213,6 +236,11 @@ def live():
     """Return the live networks as HTML, with a picture for print and browsers without scripts."""
     picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
     return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
+
+
+def live_page():
+    """Return the live networks alone, as HTML to embed."""
+    return document(f"<main>\n{live()}</main>", SCRIPTS)
 
 
 def share_letters(body):
@@ -261,6 +289,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--slides", action="store_true", help="make the slides")
+    p.add_argument("--live", action="store_true", help="make the live part alone")
     p.add_argument("--notebook", action="store_true", help="make the notebook")
     p.add_argument("--out_dir", default="out/walkthrough", help="folder of the file (default: "
                    "%(default)s)")
@@ -271,8 +300,10 @@ def main():
         out /= "walkthrough.ipynb"
         write_notebook(out)
     else:
-        out /= "slides.html" if args.slides else "index.html"
-        out.write_text(slides() if args.slides else page())
+        name, make = (("slides", slides) if args.slides else ("live", live_page) if args.live else
+                      ("index", page))
+        out /= f"{name}.html"
+        out.write_text(make())
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 

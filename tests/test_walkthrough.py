@@ -11,9 +11,9 @@ from processes import run_command
 
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()
 SLIDES = (ROOT / "lecture/slides.md").read_text()
-CODE = (ROOT / "lecture/walkthrough.py").read_text()
+CODE = (ROOT / "lecture/pictures.py").read_text()
 NUMBERS = json.loads((ROOT / "lecture/pictures/numbers.json").read_text())
-NAMES = re.findall(r'^if wanted\("(\w+)"\)', CODE, re.M)            # cells after the first
+NAMES = re.findall(r"^def draw_(\w+)", CODE, re.M)
 
 
 def wrong_quotes(text):
@@ -51,7 +51,7 @@ def test_quoted_lines_stand_in_their_files():
     assert [name for name, _ in wrong_quotes(broken)] == ["# attention.py"]
 
 
-def test_every_cell_draws_one_picture_of_text():
+def test_every_function_draws_one_picture_of_text():
     assert sorted(re.findall(r"pictures/(\w+)\.png\)", TEXT)) == sorted(NAMES) == sorted(NUMBERS)
 
 
@@ -62,7 +62,7 @@ def test_decimal_numbers_come_from_cells_or_paper():
 
 # The other cells take longer; the executed notebook shows that they run.
 def test_cells_compute_stored_numbers_own_image_differs(tmp_path):
-    code, _, err = run_command(ROOT, ["-m", "lecture.walkthrough", "projection", "ruler", "pcp",
+    code, _, err = run_command(ROOT, ["-m", "lecture.pictures", "projection", "ruler", "pcp",
                                       "gram", "--image", "lecture/pictures/scene.png", "--out_dir",
                                       str(tmp_path)])
     assert code == 0, err

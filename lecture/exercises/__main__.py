@@ -250,8 +250,12 @@ def main():
         print(f"{number}: {text}")
         sys.exit(not right)
     for number, (file, *_) in EXERCISES.items():        # the list: one line per exercise
-        text, right = judge(number)
-        print(f"{number}: {file:<20} {'done' if right else text.splitlines()[0]}", flush=True)
+        if number in MEASURED:                          # the list shows no measured value
+            state = f"predict, then measure: python -m lecture.exercises {number}"
+        else:
+            text, right = judge(number)
+            state = "done" if right else text.splitlines()[0]
+        print(f"{number}: {file:<20} {state}", flush=True)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,13 @@ function drawCross(canvas) {
   }
 }
 
+// The falling margin of an attack: the answer changes below the line
+function marginCurve(margins, queries) {
+  const top = Math.max(margins[0], 0.1), x = i => 4 + 152 * i / queries, y = m => 6 + 50 * (1 - Math.max(m, -0.15 * top) / top);
+  return `<svg viewBox="0 0 160 72" role="img" aria-label="margin: ${margins[0].toFixed(2)} to ${margins.at(-1).toFixed(2)}">
+    <path class="axis" d="M4 ${y(0)}H156"/><polyline points="${margins.map((m, i) => `${x(i)},${y(m)}`).join(" ")}"/></svg>`;
+}
+
 // Small multiples: one row per quantity, one column per step (or layer), one scale per row
 function drawMaps(box, {columns, now}, token) {
   const rows = [

@@ -35,6 +35,15 @@ function centred(x) {                                 // minus the mean token of
   });
 }
 
+function fromMeanPatch(x) {                           // minus the mean over the 64 patches of each head
+  return x.map((xi, at) => {
+    const first = Math.floor(at / (N * D)) * N * D + at % D;
+    let mean = 0;
+    for (let i = 1; i < N; i++) mean += x[first + i * D] / (N - 1);
+    return xi - mean;
+  });
+}
+
 // The cosine of centred arrays, so that a part that all keys share does not count
 function cosine(x, y) {
   const [a, b] = [centred(x), centred(y)];
@@ -46,46 +55,64 @@ function softmax(x) {
   return e.map(ei => ei / sumOf(e));
 }
 
-// The answers of the three networks, and the size of S on painted patches and elsewhere.
-// S: |S| of each patch over its mean in this picture. clean: the picture without paint.
+// The tokens of the painted patches (token 0 is the class token)
+const paintedTokens = now => [...now.paint].flatMap((digit, i) => digit === "0" ? [] : [i + 1]);
+
+// The setting of the page as network.js wants it
+function settingOf(now) {
+  const tokens = paintedTokens(now);
+  return {...now, perfect: now.perfect ? tokens : null, left_out: now.out ? tokens : []};
+}
+
+// The answers of the three networks, and three scores of each patch, over their means in this
+// picture: S: |S|; length: |K|; distance: |K - mean key|. parts: |K|, |L|, |S| over the largest
+// of all. on, off: means of the scores over painted and other patches. clean: without paint.
 const withoutPaint = new Map();                       // answers to clean pictures, by setting
 
 async function glance(now, clean) {
-  const pixels = damaged(clean, now), steps = [], answers = {};
+  const pixels = damaged(clean, now), answers = {}, inside = [], steps = [], asked = settingOf(now);
   const setting = JSON.stringify([now.scene, String(now.lambd), now.n_iter, now.form, now.layers, now.temperature]);
   if (now.scene < 0 || !withoutPaint.has(setting)) {
-    const before = {};
-    for (const name of network.names) before[name] = softmax(await ask(name, clean, now));
+    const before = {}, plain = {...asked, perfect: null, left_out: []};
+    for (const name of network.names) before[name] = softmax(await ask(name, clean, plain));
     withoutPaint.set(setting, before);
   }
   for (const name of network.names) {
-    const answer = softmax(await ask(name, pixels, now, null, name === "rpc" ? steps : null));
+    const traced = name === "rpc" ? [inside, steps] : [];
+    const answer = softmax(await ask(name, pixels, asked, ...traced));
     answers[name] = {answer, before: withoutPaint.get(setting)[name]};
   }
-  const S = steps.length ? patches(i => size(steps.at(-1).S, i)) : new Float32Array(N - 1), mean = sumOf(S) / (N - 1);
-  const relative = S.map(x => mean ? x / mean : 0);
-  const over = keep => {
-    const own = relative.filter((_, i) => keep(now.paint[i] !== "0"));
-    return own.length ? sumOf(own) / own.length : null;
-  };
-  return {now, pixels, answers, S: relative, empty: !mean, on: over(x => x), off: over(x => !x)};
+  const K = inside[now.layers[0] ?? 0].k, last = steps.at(-1) ?? {S: K.map(() => 0), L: K};
+  const sizes = x => patches(i => size(x, i));
+  const relative = x => { const mean = sumOf(x) / (N - 1); return x.map(xi => mean ? xi / mean : 0); };
+  const scores = {S: relative(sizes(last.S)), length: relative(sizes(K)),
+                  distance: relative(sizes(fromMeanPatch(K)))};
+  const over = keep => Object.fromEntries(Object.entries(scores).map(([name, score]) => {
+    const own = score.filter((_, i) => keep(now.paint[i] !== "0"));
+    return [name, own.length ? sumOf(own) / own.length : null];
+  }));
+  const parts = {K: sizes(K), L: sizes(last.L), S: sizes(last.S)};
+  const most = Math.max(...Object.values(parts).map(part => Math.max(...part)));
+  for (const name in parts) parts[name] = parts[name].map(x => x / most);
+  return {now, pixels, answers, ...scores, parts, empty: !sumOf(last.S.map(Math.abs)),
+          on: over(x => x), off: over(x => !x)};
 }
 
 // clean: the picture without paint. Columns are the steps of PAP, or the four layers without PAP.
 async function lookInside(now, clean) {
   const pixels = damaged(clean, now), inside = [], steps = [];
-  const answer = softmax(await ask(now.network, pixels, now, inside, steps));
-  const result = {now, pixels, answer};
+  const answer = softmax(await ask(now.network, pixels, settingOf(now), inside, steps));
+  const result = {now, pixels, answer}, {left_out} = settingOf(now);
   if (now.network !== "rpc" || !now.layers.length) {
     const sharp = i => now.network !== "rpc" && now.layers.includes(i) ? now.temperature : 1;
-    result.columns = inside.map(({q, k}, i) => ({title: `layer ${i}`, A: weights(q, k, sharp(i))}));
+    result.columns = inside.map(({q, k}, i) => ({title: `layer ${i}`, A: weights(q, k, sharp(i), left_out)}));
     result.entropies = result.columns.map(({A}) => entropy(A));
     return result;
   }
   const {k: K, v} = inside[now.layers[0]], longest = Math.max(...patches(i => size(K, i)), size(K, 0));
   result.columns = [];
   for (const [i, {S, K2, L}] of steps.entries()) {
-    const left = minus(K, S, L), A = weights(K2, K2);
+    const left = minus(K, S, L), A = weights(K2, K2, 1, left_out);
     result.columns.push({
       title: `step ${i + 1}`, A, empty: S.every(x => x === 0), cosine: cosine(K2, K),
       S: patches(t => size(S, t) / longest), left: patches(t => size(left, t) / longest),
@@ -95,7 +122,7 @@ async function lookInside(now, clean) {
   }
   result.entropies = result.columns.map(({A}) => entropy(A));
   result.residuals = result.columns.map(column => column.residual);
-  const symmetric = weights(K, K), uniform = symmetric.map(() => 1 / N);
+  const symmetric = weights(K, K, 1, left_out), uniform = symmetric.map(() => 1 / N);
   const residual = A => norm2(minus(K, average(A, v))) / norm2(K);              // with S = 0
   result.nulls = {entropy: {uniform: entropy(uniform), symmetric: entropy(symmetric)},
                   residual: {uniform: residual(uniform), symmetric: residual(symmetric)}};
@@ -116,29 +143,35 @@ const fromSlider = p => p <= 0 ? 0 : p >= 1000 ? Infinity : Number((10 ** ((p - 
 const where = token => `row ${Math.floor(token / 8) + 1}, column ${token % 8 + 1}`;
 
 // "0.81 on paint, 1.02 elsewhere"
-const painted = ({on, off, empty}) => empty ? "S is empty" :
-  on === null || off === null ? "nothing to compare" : `${on.toFixed(2)} on paint, ${off.toFixed(2)} elsewhere`;
+const painted = ({on, off}, score) => on[score] === null || off[score] === null ? "nothing to compare"
+  : `${on[score].toFixed(2)} on paint, ${off[score].toFixed(2)} elsewhere`;
 
 const COUNT = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"];
+const larger = (x, y) => Math.abs(x - y) < 0.05 ? "about as large" : x < y ? "smaller" : "larger";
 
-// One plain sentence or two about this picture
+// One to three plain sentences about this picture
 function plain({now, answers, on, off, empty}, classes) {
   const digits = [...now.paint].filter(digit => digit !== "0"), n = digits.length;
   const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0] ?? 0];
   const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
   const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`;
-  if (!n) return `Nothing is painted. ${says} Paint noise on the picture: does S find the noise?`;
+  if (!n) return `Nothing is painted. ${says} Paint patches, and compare S there with S elsewhere.`;
   const count = COUNT[n] ?? String(n), start = count[0].toUpperCase() + count.slice(1);
   const patches = `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}. ${says} `;
   if (empty) return patches + "With this setting S is empty.";
-  if (off === null) return patches + "The whole picture is painted.";
-  const order = Math.abs(on - off) < 0.05 ? "about as large on paint as" : on < off ? "smaller on paint than" : "larger on paint than";
-  return patches + `S is ${order} elsewhere: ${on.toFixed(2)} and ${off.toFixed(2)}. ` +
-    (on < off + 0.05 ? "It should be larger. Paint more." : "Paint more: does S find all painted patches?");
+  if (n === 64) return patches + "The whole picture is painted, so there is nothing to compare.";
+  if (now.perfect) return patches + "S is exactly the painted keys, as the paper wishes. Do the answers change?";
+  const found = larger(on.S, off.S), keys = larger(on.length, off.length);
+  const both = found === keys ? `The keys there are ${found === "smaller" ? "shorter" : found === "larger" ? "longer" : "about as long"}, too`
+    : "The lengths of the keys";
+  return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere: ${painted({on, off}, "S")} (1 is the mean of this picture). ` +
+    `${both}: ${painted({on, off}, "length")}.`;
 }
 
 // What this setting does to S and to attention, in sentences
 function meaning({columns, entropies, nulls, now}) {
+  if (now.perfect && now.network === "rpc")
+    return "Perfect S: in each step, S is the whole key of each painted patch and 0 elsewhere. λ has no effect.";
   if (now.network !== "rpc")
     return !now.layers.length || now.temperature === 1 ? "As trained: scores are q·k / √D."
       : `Scores are divided by ${now.temperature}: a ${now.temperature < 1 ? "sharper" : "flatter"} softmax.`;

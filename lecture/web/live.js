@@ -1,11 +1,11 @@
 // The live page: its state, which a link stores, its controls, and the attack.
 
 const $ = id => document.getElementById(id);
-const data = JSON.parse($("page-data").textContent);                  // {classes, scenes, labels}
-const PAINTED = [1, 6, 10, 35, 46, 60];               // six patches are noise at the first visit
+const data = JSON.parse($("page-data").textContent);                  // {classes, scenes, labels, truth}
+const PAINTED = [1, 6, 10, 35, 46, 60];               // the guess paints noise on these six patches
+const NO_PAINT = "0".repeat(64);
 const STANDARD = {network: "rpc", scene: 5, kind: "noise", amount: 0, lambd: 4, n_iter: 4, form: "released",
-                  paint: Array.from({length: 64}, (_, i) => PAINTED.includes(i) ? 1 : 0).join(""),
-                  layers: [0], temperature: 1, eps: 12};
+                  paint: NO_PAINT, layers: [0], temperature: 1, eps: 6, perfect: 0, out: 0, guess: ""};
 const EXPERT = ["network", "kind", "amount", "lambd", "n_iter", "form", "layers", "temperature"];
 const state = {...STANDARD};
 let own = null, token = 27, glanced = null, seen = null, touched = false;     // results of glance and lookInside
@@ -15,9 +15,9 @@ const unpainted = () => state.scene < 0 ? own : data.scenes[state.scene];
 
 // --- the state as the link's fragment, and back ---------------------------------------------------
 
-const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [0, 16]};
-const WHOLE = ["scene", "n_iter"];
-const KNOWN = {network: network.names, form: Object.keys(FORMS), kind: ["noise", "fog"]};
+const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [1, 12], perfect: [0, 1], out: [0, 1]};
+const WHOLE = ["scene", "n_iter", "eps", "perfect", "out"];
+const KNOWN = {network: network.names, form: Object.keys(FORMS), kind: ["noise", "fog"], guess: ["larger", "smaller", "none"]};
 
 const isChanged = key => String(state[key]) !== String(STANDARD[key]);
 
@@ -35,6 +35,7 @@ function readFragment() {                             // impossible values are i
     else if (key === "layers") state.layers = [0, 1, 2, 3].filter(i => text.includes(i));
     else if (key in STANDARD && x >= low && x <= high) state[key] = WHOLE.includes(key) ? Math.round(x) : x;
   }
+  if (!state.guess && Object.keys(STANDARD).some(isChanged)) state.guess = "none";     // a prepared link asks nothing
   if (EXPERT.some(isChanged)) $("expert").open = true;
 }
 
@@ -65,15 +66,25 @@ const ask = (...of) => finish(network.start(...of));  // logits of (name, pixels
 // --- look and show --------------------------------------------------------------------------------
 
 function drawGlance() {
-  drawPixels($("picture"), glanced.pixels);
-  drawFrames($("picture"), glanced.now.paint, $("expert").open ? token : -1);
+  const {now, pixels, S, distance, parts} = glanced, guessed = Boolean(now.guess);
+  drawPixels($("picture"), pixels);
+  drawFrames($("picture"), now.paint, $("expert").open ? token : -1);
   $("picture").setAttribute("aria-label", `the painted picture; keyboard position: ${where(token)}`);
-  drawMap($("map"), glanced.S.map(x => x - 0.5), 1);
-  drawFrames($("map"), glanced.now.paint, -1);
-  $("map").setAttribute("aria-label", `size of S on 64 patches: ${painted(glanced)}`);
-  $("plain").textContent = plain(glanced, data.classes);
+  const maps = {map: [S.map(x => x - 0.5), painted(glanced, "S")],
+                distance: [distance.map(x => x - 0.5), painted(glanced, "distance")],
+                "part-K": [parts.K, ""], "part-L": [parts.L, ""], "part-S": [parts.S, ""]};
+  for (const [id, [values, words]] of Object.entries(maps)) {
+    drawMap($(id), values, 1);
+    drawFrames($(id), now.paint, -1);
+    $(id).setAttribute("aria-label", `${id === "map" ? "size of S" : id} on 64 patches ${words}`);
+  }
+  $("guess").hidden = guessed;
+  $("plain").hidden = !guessed;
+  document.querySelectorAll(".after").forEach(part => { part.classList.toggle("waits", !guessed); });
+  const guess = ["larger", "smaller"].includes(now.guess) && now.paint !== NO_PAINT ? `You guessed ${now.guess}. ` : "";
+  $("plain").textContent = guessed ? guess + plain(glanced, data.classes) : "";
   drawAnswers($("answers"), glanced, data.classes);
-  $("truth").textContent = glanced.now.scene < 0 ? "" : `The scene shows a ${data.classes[data.labels[glanced.now.scene]]}.`;
+  $("truth").textContent = now.scene < 0 ? "" : `The scene shows a ${data.classes[data.labels[now.scene]]}.`;
 }
 
 function drawInside() {
@@ -89,6 +100,7 @@ function drawInside() {
 let busy = false, again = false;
 async function changed() {                            // if the state changes meanwhile, look again
   showControls();
+  drawTruth();
   again = true;
   if (busy) return;
   busy = true;
@@ -115,11 +127,12 @@ function showControls() {
   $("lambd").value = toSlider(state.lambd);
   $("temperature").value = Math.log2(state.temperature);
   const shown = {lambd: showLambda(state.lambd), temperature: state.temperature, n_iter: state.n_iter,
-                 amount: percent(state.amount), eps: `${state.eps} of 255 grey levels`};
+                 amount: percent(state.amount)};
   for (const [id, text] of Object.entries(shown)) {
     $(`${id}-value`).value = text;
     $(id).setAttribute("aria-valuetext", text);
   }
+  for (const id of ["perfect", "out"]) $(id).checked = state[id];
   const pap = state.network === "rpc";
   document.querySelectorAll(".pap").forEach(label => { label.hidden = !pap; });
   document.querySelectorAll(".plain").forEach(label => { label.hidden = pap; });
@@ -185,53 +198,58 @@ async function takePicture(file) {
 }
 
 
-// --- the attack: the same random search on ten scenes for three networks ----------------------------
+// --- the attack: the same random search on the painted picture for three networks -------------------
 
-const QUERIES = 200, calm = matchMedia("(prefers-reduced-motion: reduce)");
+const QUERIES = 200;
 let attacks = [], attacking = false;
 
 async function attack() {
-  const now = {...state};
-  attacks = network.names.map(name => data.scenes.map((pixels, seed) =>
-    ({name, search: new SquareAttack(pixels, now.eps / 255, seed)})));
+  const now = {...state}, pixels = damaged(unpainted(), now), setting = settingOf(now);
+  attacks = network.names.map(name => ({name, search: new SquareAttack(pixels, now.eps / 255, 0)}));
   attacking = true;
   [$("start").disabled, $("stop").disabled] = [true, false];
   let query = 0, drawn = 0;
   for (; attacking && query <= QUERIES; query++) {
-    const open = attacks.flat().filter(({search}) => !search.fallen);
+    const open = attacks.filter(({search}) => !search.fallen);
     if (!open.length) break;
     for (const one of open) {
-      if (!attacking) break;
-      const logits = await ask(one.name, one.search.propose(), now);
+      const logits = await ask(one.name, one.search.propose(), setting);
       one.answer = logits.indexOf(Math.max(...logits));
-      one.first ??= one.answer;                       // the answer to the unchanged scene
+      one.first ??= one.answer;                       // the answer to the unchanged picture
       one.search.tell(margin(logits, one.first));
     }
-    if (performance.now() - drawn < (calm.matches ? 1000 : 200)) continue;
+    if (performance.now() - drawn < 200) continue;
     drawn = performance.now();
-    drawAttack(now, query);
+    drawAttack(query);
   }
   attacking = false;
   [$("start").disabled, $("stop").disabled] = [false, true];
-  drawAttack(now, Math.min(query, QUERIES));
+  drawAttack(Math.min(query, QUERIES));
 }
 
-function drawAttack(now, query) {
-  const counts = attacks.map(of => of.filter(({search}) => search.fallen).length);
-  attacks.forEach((of, row) => {
-    const figure = $("duel").children[row];
-    figure.querySelector("figcaption").textContent = `${TITLE[of[0].name]}: ${counts[row]} of ${of.length} fooled`;
-    of.forEach(({search, first, answer}, i) => {
-      const canvas = figure.querySelectorAll("canvas")[i], words = first === undefined ? "not attacked yet"
-        : search.fallen ? `${data.classes[first]} became ${data.classes[answer]}` : `still ${data.classes[first]}`;
-      drawPixels(canvas, search.best);
-      if (search.fallen) drawCross(canvas);
-      canvas.setAttribute("aria-label", `scene ${i + 1}: ${words}`);
-      canvas.title = words;
-    });
+function drawAttack(query) {
+  $("bar").value = query;
+  attacks.forEach(({name, search, first, answer}, i) => {
+    const figure = $("duel").children[i], canvas = figure.querySelector("canvas"), falls = search.margins.length - 1;
+    const words = first === undefined ? "not attacked yet" : search.fallen
+      ? `${data.classes[first]} became ${data.classes[answer]} at query ${falls}` : `still ${data.classes[first]}`;
+    drawPixels(canvas, search.best);
+    if (search.fallen) drawCross(canvas);
+    canvas.setAttribute("aria-label", `${TITLE[name]}: ${words}`);
+    figure.querySelector(".words").textContent = words;
+    figure.querySelector(".margin").innerHTML = marginCurve(search.margins, QUERIES);
   });
-  $("verdict").textContent = (attacking ? `Query ${query}. ` : `After ${query} queries, largest change ${now.eps} of 255 grey levels. `) +
-    `Fooled: ${counts.join(", ")} of ${data.scenes.length} (${network.names.map(name => TITLE[name]).join(", ")}).`;
+  $("verdict").textContent = attacking ? `Query ${query} of ${QUERIES}.`
+    : `After ${query} queries: ` + attacks.map(({name, search}) => `${TITLE[name]} ${search.fallen ? "is fooled" : "is not fooled"}`).join(", ") + ".";
+}
+
+function drawTruth() {                                // stored accuracies at this budget
+  network.names.forEach((name, i) => {
+    const [mean, low, high] = data.truth[name][state.eps], clip = x => Math.min(Math.max(x, 0), 100);
+    $("duel").children[i].querySelector(".stored").innerHTML = `<span class="track"><i style="width:${mean}%"></i>
+      <s style="left:${clip(low)}%;width:${clip(high) - clip(low)}%"></s></span>
+      <span>${mean.toFixed(1)} % (${clip(low).toFixed(1)} to ${clip(high).toFixed(1)})</span>`;
+  });
 }
 
 
@@ -241,9 +259,10 @@ data.scenes = data.scenes.map(text => Float32Array.from(atob(text), c => c.charC
 data.labels.forEach((label, i) => $("scene").add(new Option(`scene ${i + 1}, ${data.classes[label]}`, i)));
 Object.keys(FORMS).forEach(form => $("form").add(new Option(form)));
 $("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
-$("duel").innerHTML = network.names.map(name => `<figure><figcaption style="--kind:${COLOUR[name]}">${TITLE[name]}</figcaption>` +
-  data.scenes.map(() => '<canvas width="64" height="64" role="img"></canvas>').join("") + "</figure>").join("");
-document.querySelectorAll("#duel figure").forEach(figure => figure.querySelectorAll("canvas").forEach((canvas, i) => drawPixels(canvas, data.scenes[i])));
+$("duel").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
+  <figcaption><b>${TITLE[name]}</b> <span class="words"></span></figcaption>
+  <canvas width="96" height="96" role="img"></canvas><div class="margin"></div>
+  <div class="stored"></div></figure>`).join("");
 
 for (const id of ["network", "kind", "form"]) listen(id, String);
 for (const id of ["scene", "amount", "n_iter", "eps"]) listen(id, Number);
@@ -251,8 +270,11 @@ listen("lambd", fromSlider);
 listen("temperature", p => Number((2 ** p).toPrecision(3)));
 $("layers").addEventListener("input", () => set({layers:
   [...document.querySelectorAll("#layers input")].flatMap((box, i) => box.checked ? [i] : [])}));
-$("clean").onclick = () => set({amount: 0, paint: "0".repeat(64)});
-$("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1});
+for (const id of ["perfect", "out"]) $(id).oninput = event => set({[id]: Number(event.target.checked)});
+document.querySelectorAll("#guess button").forEach(button => { button.onclick = () => set({guess: button.value,
+  paint: state.paint === NO_PAINT ? [...NO_PAINT].map((_, i) => Number(PAINTED.includes(i))).join("") : state.paint}); });
+$("clean").onclick = () => set({amount: 0, paint: NO_PAINT});
+$("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1, perfect: 0, out: 0});
 $("link").onclick = async () => {
   history.replaceState(null, "", fragment());
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);

@@ -7,6 +7,8 @@
 //   network.run("rpc", pixels, {form: "released", lambd: 4, n_iter: 4, layers: [0]})
 //
 // pixels: 3,072 numbers in [0, 1], channel first. Returns {logits, steps: [{S, K2, L}, ...]}.
+// Two settings need a list of tokens, for example perfect: [7, 8]. perfect: S is the whole key of
+// these tokens and nothing else. left_out: no token attends to these tokens, in any layer.
 
 const FORMS = {
   released: {threshold: "times", mu_dim: "model", dual_sign: -1},     // the authors' code
@@ -19,7 +21,8 @@ const N = 65, C = 64, H = 2, D = 32, DEPTH = 4, PATCH = 4, SIDE = 32, EPS = 1e-6
 // --- softmax and symmetric attention: a token attends to tokens whose keys fit its query ---------
 
 // Eq. 2: A = softmax(q k^T / sqrt(D)); a row sums to 1. A temperature above 1 flattens it.
-function weights(q, k, temperature = 1) {
+// left_out: tokens that get no attention
+function weights(q, k, temperature = 1, left_out = []) {
   const A = new Float32Array(H * N * N), scale = 1 / (Math.sqrt(D) * temperature);
   for (let i = 0; i < H * N; i++) {                   // row i: head h, token i - h N
     const first = Math.floor(i / N) * N, row = A.subarray(i * N, (i + 1) * N);
@@ -30,6 +33,7 @@ function weights(q, k, temperature = 1) {
       row[j] = score * scale;
       largest = Math.max(largest, row[j]);
     }
+    for (const j of left_out) row[j] = -Infinity;
     for (let j = 0; j < N; j++) sum += row[j] = Math.exp(row[j] - largest);
     for (let j = 0; j < N; j++) row[j] /= sum;
   }
@@ -51,8 +55,8 @@ function average(A, v) {
   return h;
 }
 
-function softmaxAttention(q, k, v, temperature) {
-  return average(weights(q, k, temperature), v);
+function softmaxAttention(q, k, v, temperature, left_out) {
+  return average(weights(q, k, temperature, left_out), v);
 }
 
 
@@ -63,20 +67,24 @@ function softThreshold(x, tau) {
   return x - Math.min(Math.max(x, -tau), tau);
 }
 
-// Def. 1: mu = N x / (4 sum|K|), one number per head; x = C ("model") or D ("head")
-function penalty(K, mu_dim) {
+// Def. 1: mu = N x / (4 sum|K|), one number per head; x = C ("model") or D ("head").
+// The sum is over the tokens that are not left out, and N is their number.
+function penalty(K, mu_dim, left_out = []) {
+  const skip = new Set(left_out);
   return Array.from({length: H}, (_, head) => {
     let sum = 0;
-    for (let i = head * N * D; i < (head + 1) * N * D; i++) sum += Math.abs(K[i]);
-    const mean = sum / (N * D), heads = mu_dim === "model" ? H : 1;           // x / D
+    for (let i = head * N * D; i < (head + 1) * N * D; i++)
+      if (!skip.has(Math.floor(i / D) % N)) sum += Math.abs(K[i]);
+    const mean = sum / ((N - skip.size) * D), heads = mu_dim === "model" ? H : 1;     // x / D
     return heads / (4 * Math.max(mean, 1e-12));
   });
 }
 
 // n_iter steps on keys K; returns the last L. trace: an array that receives {S, K2, L} of each step.
-function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
+function rpcAttention(K, v, {n_iter, lambd, form, perfect, left_out}, trace) {
   const {threshold, mu_dim, dual_sign} = FORMS[form], zeros = () => new Float32Array(H * N * D);
-  const tau = penalty(K, mu_dim).map(mu => threshold === "times" ? lambd * mu : lambd / mu);
+  const tau = penalty(K, mu_dim, left_out).map(mu => threshold === "times" ? lambd * mu : lambd / mu);
+  const known = perfect && new Set(perfect);          // perfect S: these tokens and nothing else
 
   // Each step splits the keys: S takes the part of each entry above tau; L is the attention output
   // for the remainder. Z sums the part of K that L + S misses, and pushes the next step there.
@@ -85,11 +93,12 @@ function rpcAttention(K, v, {n_iter, lambd, form}, trace) {
     const S = zeros(), rest = zeros(), K2 = zeros(), next = zeros();
     for (let i = 0; i < H * N * D; i++) {
       const head = Math.floor(i / (N * D));
-      S[i] = softThreshold(K[i] - L[i] + Z[i], tau[head]);    // line 3: S = S_tau(K - L + Y/mu)
+      S[i] = known ? (known.has(Math.floor(i / D) % N) ? K[i] : 0)
+        : softThreshold(K[i] - L[i] + Z[i], tau[head]);       // line 3: S = S_tau(K - L + Y/mu)
       rest[i] = K[i] - S[i];                          // Eq. 14: L + S = K, so L should become K - S
       K2[i] = rest[i] + dual_sign * Z[i];             // K - S - Y/mu, the keys of line 4
     }
-    L = softmaxAttention(K2, K2, v);                  // Alg. 1, line 4
+    L = softmaxAttention(K2, K2, v, 1, left_out);     // Alg. 1, line 4
     for (let i = 0; i < H * N * D; i++)
       next[i] = rest[i] + Z[i] - L[i];                // Alg. 1, line 5: Y = Y + mu (K - L - S)
     Z = next;
@@ -204,7 +213,7 @@ function* forward(net, kind, pixels, setting, inside, steps) {
     if (kind === "rpc" && chosen) {
       h = rpcAttention(k, v, setting, traced);
     } else {
-      h = softmaxAttention(q, k, v, chosen && kind !== "rpc" ? temperature : 1);
+      h = softmaxAttention(q, k, v, chosen && kind !== "rpc" ? temperature : 1, setting.left_out);
       if (traced) rpcAttention(k, v, setting, traced);
     }
     if (inside) inside.push({q, k, v});

@@ -1,15 +1,14 @@
-"""Draw every picture of lecture/WALKTHROUGH.md, one cell per picture.
+"""Draw every picture of lecture/WALKTHROUGH.md, one function per picture.
 
-    python -m lecture.walkthrough                    # all: 3 minutes on one CPU core
-    python -m lecture.walkthrough ruler leak         # some
-    python -m lecture.walkthrough pap --image lecture/pictures/scene.png   # or your own picture
-    python -m lecture.walkthrough --out_dir lecture/pictures     # replace the pictures of the text
+    python -m lecture.pictures                    # all: 3 minutes on one CPU core
+    python -m lecture.pictures ruler leak         # some
+    python -m lecture.pictures pap --image lecture/pictures/scene.png   # or your own picture
+    python -m lecture.pictures --out_dir lecture/pictures     # replace the pictures of the text
 
-An editor can run the cells one by one; each cell needs only the first cell. The networks
-come from weights/. Nothing is trained except the toy of `leak`. Studies are read from stored rows.
+In a notebook: `from lecture import pictures`, then `pictures.draw_ruler()`. The networks come
+from weights/. Nothing is trained except the toy of `leak`. Studies are read from stored rows.
 """
 
-# %% Shared by all pictures: flags, four small networks, colours.
 import argparse
 import json
 import math
@@ -26,7 +25,6 @@ from torchvision.transforms.v2.functional import center_crop, resize
 import common
 import kpca
 from attention import FORMS, rpc_attention, symmetric_attention
-from data.images import read_image
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
@@ -41,7 +39,7 @@ from studies.where_is_s import first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
-PICTURES = ("idea projection ruler residual where attack equal_cost line "
+PICTURES = ("idea vit projection ruler residual where attack equal_cost line "
             "gram recovery pcp pap values leak dense").split()
 COLOUR = {name: colour for name, (colour, _) in FAMILIES.items()}
 plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 13,
@@ -52,17 +50,13 @@ plt.rcParams.update({"figure.constrained_layout.use": True, "font.size": 13,
 NOTEBOOK = "ipykernel" in sys.modules
 torch.set_num_threads(1)                    # the numbers in the text were made with one thread
 
-p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+p = argparse.ArgumentParser(prog="python -m lecture.pictures", description=__doc__,
+                            allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("pictures", nargs="*", choices=[*PICTURES, "all"], default="all")
 p.add_argument("--image", help="use this picture in gram, pap and idea (default: a test scene)")
 p.add_argument("--out_dir", default="out/walkthrough")
-ARGS = p.parse_args([] if NOTEBOOK else None)
-
-
-def wanted(name):
-    """Return whether the command asks for this picture; a notebook draws all of them."""
-    return "all" in ARGS.pictures or name in ARGS.pictures
+ARGS = p.parse_args(None if __name__ == "__main__" else [])
 
 
 def network(attn):
@@ -81,7 +75,8 @@ def one_image():
     """Return the image (1, 3, 32, 32) of gram, pap and idea: a test scene or --image, cropped."""
     if not ARGS.image:
         return scenes(36)[0][-1:]
-    photo = read_image(ARGS.image)[None] / 255
+    photo = torch.from_numpy(np.array(Image.open(ARGS.image).convert("RGB")))
+    photo = photo.permute(2, 0, 1)[None] / 255
     return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
 
 
@@ -166,11 +161,12 @@ def save(figure, name, **numbers):
     stored.write_text(json.dumps(known, indent=1) + "\n")
     print(out / name, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
     if NOTEBOOK:
-        display(drawn)                      # noqa: F821: a notebook defines it
+        from IPython.display import display
+        display(drawn)
 
 
-# %% The idea and the result: what S should remove, what S removes, accuracy under attack.
-if wanted("idea"):
+def draw_idea():
+    """The idea and the result: what S should remove, what S removes, accuracy under attack."""
     model, numbers = network("rpc"), {}
     corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
 
@@ -181,8 +177,8 @@ if wanted("idea"):
 
     figure = plt.figure(figsize=(8.6, 3.2))
     left, right = figure.subfigures(1, 2, width_ratios=(1.85, 1))
-    left.suptitle("RPC-Attention does not find the noise")
-    right.suptitle("No gain in robustness")
+    left.suptitle("Is S larger on the noise?")
+    right.suptitle("Is RPC more robust?")
     image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
     show(image, corrupted[0], "noise in\nsix patches")
     show(wish, hit[0].double().view(8, 8), "should be\nremoved")
@@ -212,8 +208,31 @@ if wanted("idea"):
          **numbers)
 
 
-# %% 1. Attention is a projection: kernel PCA as lines, attention as colour.
-if wanted("projection"):
+def draw_vit():
+    """A small vision transformer: which layer has RPC-Attention?"""
+    figure, ax = plt.subplots(figsize=(9, 2.9))
+    figure.suptitle("Where is RPC-Attention in the network?")
+    ax.axis("off")
+    ax.set(xlim=(0, 10.2), ylim=(0, 3))
+    show(ax.inset_axes((0.01, 0.25, 0.13, 0.5)), one_image()[0])
+    boxes = {"64 patches\n+ class token": 1.9, "layer 0": 3.9, "layer 1": 5.4, "layer 2": 6.9,
+             "layer 3": 8.4}
+    for name, x in boxes.items():
+        colour = COLOUR["rpc"] if name == "layer 0" else "0.5"
+        width = 1.5 if name.startswith("64") else 1.1
+        ax.add_patch(plt.Rectangle((x, 1), width, 1, fill=False, edgecolor=colour, linewidth=2))
+        ax.text(x + width / 2, 1.5, name, ha="center", va="center", color=colour)
+        ax.annotate("", (x + width + 0.4, 1.5), (x + width, 1.5),
+                    arrowprops=dict(arrowstyle="->", color="0.5"))
+    ax.text(9.95, 1.5, "class", ha="left", va="center")
+    ax.text(4.45, 0.35, "RPC-Attention: four steps\nclean the keys, K = L + S", ha="center",
+            color=COLOUR["rpc"], va="center")
+    ax.text(7.45, 0.45, "symmetric attention", ha="center", color="0.5", va="center")
+    save(figure, "vit")
+
+
+def draw_projection():
+    """1. Attention is a projection: kernel PCA as lines, attention as colour."""
     random = torch.Generator().manual_seed(3)
     centres = torch.tensor([[-1.6, -0.6], [0.3, 1.5], [1.5, -0.9]], dtype=torch.float64)
     noise = torch.randn(40, 2, generator=random, dtype=torch.float64)
@@ -227,17 +246,16 @@ if wanted("projection"):
     learned = kpca.attend(queries, keys, values)
 
     figure, axes = plt.subplots(1, 4, figsize=(9, 3.1), sharey=True)
-    figure.suptitle("With the values of Theorem 1, attention (colour) is kernel PCA (lines)")
+    figure.suptitle("When does attention (colour) follow kernel PCA (lines)?")
     for d, ax in enumerate(axes):
         colour = (h[:, d] if d < 3 else learned[:, 0]).view(121, 121).T
         ax.imshow(colour / colour.abs().max(), extent=(-3, 3, -3, 3), origin="lower",
                   cmap="RdBu_r", vmin=-1, vmax=1)
-        if d < 3:
-            lines = projections[:, d].view(121, 121).T
-            ax.contour(x, x, lines, 10, colors="#111", linewidths=0.8, linestyles="solid")
+        lines = projections[:, d % 3].view(121, 121).T              # random values: axis 1
+        ax.contour(x, x, lines, 10, colors="#111", linewidths=0.8, linestyles="solid")
         ax.plot(*keys.T, "o", color="white", markeredgecolor="#111", markersize=4)
         ax.set(xticks=[-2, 0, 2], yticks=[-2, 0, 2], aspect=1, xlabel="query, entry 1")
-        ax.set_title(f"axis {d + 1}" if d < 3 else "random values")
+        ax.set_title(f"axis {d + 1}" if d < 3 else "random values, axis 1")
     axes[0].set_ylabel("query, entry 2")
     scale(axes, "attention / largest", ticks=[-1, 0, 1], shrink=0.8)
 
@@ -260,8 +278,8 @@ if wanted("projection"):
          w=(by_features - kpca.attend(q, keys, values)).abs().max())
 
 
-# %% 2. One ruler for trained values and their controls, from five softmax networks.
-if wanted("ruler"):
+def draw_ruler():
+    """2. One ruler for trained values and their controls, from five softmax networks."""
     rows = probe.read_csv(arms.RESULTS / "kpca/trained.csv")
     sources = {"noise": "iid", "random matrix": "x W", "another head's": "other",
                "trained": "learned", "best linear": "fitted to eig_cos"}
@@ -270,7 +288,7 @@ if wanted("ruler"):
     way = kernel_pca.closed(rows, "softmax", "eig_cos")             # per cent, of five networks
     half = 2.776 * way.std(ddof=1) / math.sqrt(5)                   # Student's t, 4 degrees
     figure, (whole, part) = plt.subplots(2, 1, figsize=(9, 4.2))
-    figure.suptitle("Training hardly moves the values towards kernel PCA")
+    figure.suptitle("How far does training move the values towards kernel PCA?")
     for ax in (whole, part):
         ax.set(yticks=[], ylim=(-1, 1))
         ax.spines["left"].set_visible(False)
@@ -296,13 +314,13 @@ if wanted("ruler"):
          way_high=way.mean() + half)
 
 
-# %% 3. The residual and the share of S by step: three variants of Algorithm 1, and ADMM.
-if wanted("residual"):
+def draw_residual():
+    """3. The residual and the share of S by step: three variants of Algorithm 1, and ADMM."""
     attn, x = next(layers(network("rpc"), scenes(64)[0]))
     _, k, v = attn.project(x)
     last, numbers = 12, {}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
-    figure.suptitle("ADMM splits the keys in four steps. Algorithm 1 does not.")
+    figure.suptitle("Do four steps make L + S equal to K?")
 
     def draw(name, parts, keys, words, ups, **style):
         """Draw |K - L - S| / |K| and the share of entries of S that are not 0, for each step."""
@@ -339,15 +357,15 @@ if wanted("residual"):
     save(figure, "residual", **numbers)
 
 
-# %% 4. Rank patches by S, by the size of the key, and by the distance from the mean key.
-if wanted("where"):
+def draw_where():
+    """4. Rank patches by S, by the size of the key, and by the distance from the mean key."""
     model, images, numbers = network("rpc"), scenes(300)[0], {}
     looks = {"S, step 1": look("rpc", fillstyle="none", linestyle=""),
              "S, step 4": look("rpc"),
              "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
              "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
     figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
-    figure.suptitle("S ranks noisy patches low: it follows the size of the key")
+    figure.suptitle("Is S larger on corrupted patches?")
     kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
         corrupted, hit = corrupt_patches(images, kind, patch=4)
@@ -384,15 +402,18 @@ if wanted("where"):
                     name = f"{kind}: AUC of {score}"
                     if name in row["values"]:
                         numbers[f"{kind} {score}, seed {row['seed']}"] = row["values"][name]
+    for kind in ("noise", "adversarial"):
+        own = [x for name, x in numbers.items() if name.startswith(f"{kind} S, step 4, seed")]
+        numbers[f"{kind} S, step 4, seeds"] = np.mean(own)
     save(figure, "where", **numbers)
 
 
-# %% 5. One image under attack at four budgets.
-if wanted("attack"):
+def draw_attack():
+    """5. One image under attack at four budgets."""
     budgets, (images, labels), names = (0, 2, 4, 8), scenes(128), list(SHAPES)
     figure, numbers, model = plt.figure(figsize=(9, 4.4)), {}, network("rpc")
     grid = figure.subplots(2, 4)
-    figure.suptitle("A change that one hardly sees changes the answer")
+    figure.suptitle("Which change of the pixels changes the answer?")
     for (upper, lower), eps in zip(grid.T, budgets):
         x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
         answers = model(x).argmax(1)
@@ -416,15 +437,15 @@ if wanted("attack"):
          survived=100 * survived.double().mean(), **numbers)
 
 
-# %% 5. Accuracy against the budget, at equal cost of training.
-if wanted("equal_cost"):
+def draw_equal_cost():
+    """5. Accuracy against the budget, at equal cost of training."""
     rows, numbers = arms.stored(arms.STUDIES["criterion"]), {}
     shown = {"symmetric": ("baseline, 24 epochs", "symmetric", (4.3, 66)),
              "rpc4-l1": ("RPC, 24 epochs", "rpc", (1.1, 60)),
              "symmetric-adv": ("baseline, 6 epochs of\nadversarial training", "adversarial",
                                (6.3, 47))}
     figure, ax = plt.subplots(figsize=(9, 4.2))
-    figure.suptitle("At equal cost, RPC loses; adversarial training wins under large attacks")
+    figure.suptitle("At equal cost, which network is most robust?")
     for arm, (said, family, at) in shown.items():
         curve = attack_curve(rows, arm)
         ax.plot(list(curve), [np.mean(x) for x in curve.values()], **look(family))
@@ -467,8 +488,8 @@ if wanted("equal_cost"):
     save(figure, "equal_cost", **numbers)
 
 
-# %% 5. Clean loss against accuracy, one mark per network.
-if wanted("line"):
+def draw_line():
+    """5. Clean loss against accuracy, one mark per network."""
     networks, numbers = [n for n in line.stored("fresh") if not n.arm.startswith("half-")], {}
     looks = {"baseline": look("symmetric", linestyle="", alpha=0.8),
              "RPC": look("rpc", linestyle="", alpha=0.8)}
@@ -486,7 +507,7 @@ if wanted("line"):
     epochs = {"symmetric-e4": "4", "symmetric-e6": "6", "symmetric-e8": "8",
               "symmetric-e12": "12", "symmetric-e16": "16", "long-symmetric": "24 epochs"}
     figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
-    figure.suptitle("Longer training changes more than the choice of attention")
+    figure.suptitle("What changes more: longer training or another attention?")
     for ax, measure, title in zip(grid, ("pgd 2/255", "15 corruptions"),
                                   ("PGD at 2/255", "15 corruptions")):
         x, y = line.points(of["others"], measure)                   # a band around their trend
@@ -527,8 +548,8 @@ if wanted("line"):
     save(figure, "line", **numbers)
 
 
-# %% A. The Gram matrix of one image's keys, its spectrum, its axes as maps.
-if wanted("gram"):
+def draw_gram():
+    """A. The Gram matrix of one image's keys, its spectrum, its axes as maps."""
     image = one_image()
     k = first_layer(network("symmetric"), image)[0][0, 0].double()  # of one head: (65, D)
     axes = kpca.kernel_pca(k)
@@ -539,7 +560,7 @@ if wanted("gram"):
     shuffled = kpca.kernel_pca(k.gather(0, order))
 
     figure, grid = plt.subplot_mosaic("i12s;G34s", figsize=(9, 4.3), width_ratios=(1, 1, 1, 1.2))
-    figure.suptitle("The first axes of an image's keys show its parts")
+    figure.suptitle("What do the axes of an image's keys show?")
     most = axes.G.abs().flatten().quantile(0.98)    # a few large entries would hide all others
     colours = dict(cmap="RdBu_r", vmin=-1, vmax=1)
     show(grid["i"], image[0], "image")
@@ -562,13 +583,13 @@ if wanted("gram"):
          bound=1 / kpca.g(k, k).min())
 
 
-# %% B. The error of principal component pursuit against the share of corrupted entries.
-if wanted("recovery"):
+def draw_recovery():
+    """B. The error of principal component pursuit against the share of corrupted entries."""
     random = torch.Generator().manual_seed(0)
     draws = torch.randn(4, 80, 60, generator=random, dtype=torch.float64)
     shares, numbers = (2, 5, 10, 20, 30, 40, 50), {}
     figure, ax = plt.subplots(figsize=(9, 3.9))
-    figure.suptitle("Pursuit needs a low rank and few errors in each row")
+    figure.suptitle("When does pursuit find the low-rank part?")
     cases = {"rank 3, scattered entries": (3, False, "-o"), "rank 20, scattered entries":
              (20, False, "-.s"), "rank 3, whole rows": (3, True, "--x")}
     for name, (rank, rows, style) in cases.items():
@@ -590,8 +611,8 @@ if wanted("recovery"):
     save(figure, "recovery", **numbers)
 
 
-# %% B. Algorithm 2 as printed, and with its two misprints corrected, in either order.
-if wanted("pcp"):
+def draw_pcp():
+    """B. Algorithm 2 as printed, and with its two misprints corrected, in either order."""
     random = torch.Generator().manual_seed(0)
     low, spikes, place = torch.randn(3, 80, 60, generator=random, dtype=torch.float64)
     U, sigma, Vt = torch.linalg.svd(low)
@@ -616,7 +637,7 @@ if wanted("pcp"):
     lambd, mu = 80 ** -0.5, M.numel() / (4 * M.abs().sum())
     correct, printed = S_first(1 / mu, +1), S_first(mu, -1)
     figure, grid = plt.subplots(1, 4, figsize=(9, 3.3), width_ratios=(1, 1, 1, 1.9))
-    figure.suptitle("Algorithm 2 finds L and S once two misprints are corrected")
+    figure.suptitle("Does Algorithm 2 find L and S?")
     for ax, x, title in zip(grid, (M, L, S), ("M", "L found", "S found")):
         show(ax, x, title, cmap="RdBu_r", vmin=-6, vmax=6)
         ax.set_xlabel("60 columns")
@@ -635,13 +656,13 @@ if wanted("pcp"):
          printed_steps=1 + sum(r < 1e8 for r in printed))
 
 
-# %% C. Inside attention: four steps on the keys, in three variants.
-if wanted("pap"):
+def draw_pap():
+    """C. Inside attention: four steps on the keys, in three variants."""
     model, many = network("rpc"), scenes(64)[0]
     images, hit = corrupt_patches(one_image(), "noise", patch=4)
     k, trace = first_layer(model, images)
     figure = plt.figure(figsize=(9, 4.2))
-    figure.suptitle("Algorithm 1 makes attention sharper, and S holds this back")
+    figure.suptitle("What do the steps of Algorithm 1 do to attention?")
     left, right = figure.subfigures(1, 2, width_ratios=(1.4, 1))
     grid, ax, most = left.subplots(2, 3), right.subplots(), size(k).max()
     got = [received(step["K2"]) for step in trace]
@@ -687,8 +708,8 @@ if wanted("pap"):
     save(figure, "pap", symmetric=plain, uniform=uniform, **numbers)
 
 
-# %% D. The cosine beside its controls, and the two terms of J.
-if wanted("values"):
+def draw_values():
+    """D. The cosine beside its controls, and the two terms of J."""
     random, found = torch.Generator().manual_seed(0), {}
 
     def scores(values, axes, theory):
@@ -710,10 +731,13 @@ if wanted("values"):
               for name, draws in sources.items()}
         gv = kpca.a_hat(v, axes.log_g, scaled=True)                 # % of the largest sum possible
         of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
-        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
-        of |= {name: terms[name].mean(0) for name in ("J", "phi2", "h2")}
         for name, value in of.items():
             found.setdefault(name, []).append(value)
+    for attn, x in layers(network("softmax"), scenes(32)[0]):       # as studies.kernel_pca
+        q, k, v = (y.double() for y in attn.project(x))
+        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
+        for name in ("J", "phi2", "h2"):
+            found.setdefault(name, []).append(terms[name].mean(0))
     found = {name: torch.cat(values, -1) for name, values in found.items()}     # eight heads
 
     looks = {"kernel PCA": (0, dict(color="black", linestyle="-")),
@@ -722,7 +746,7 @@ if wanted("values"):
              "random matrix": (0.2, dict(color="black", marker="+", markersize=9)),
              "random numbers": (0, CONTROL)}
     figure, (cosines, terms) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1.3, 1))
-    figure.suptitle("Trained values score like random matrices, and J is negative")
+    figure.suptitle("Do trained values score higher than random ones? Is J positive?")
     for name, (aside, style) in looks.items():
         cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
                      **dict(linestyle="") | style)
@@ -741,13 +765,14 @@ if wanted("values"):
     numbers = {f"{score} {name}": x.mean() for name in sources
                for score, x in zip(("cosine", "CKA"), found[name])}
     save(figure, "values", lead=numbers["cosine trained"] - numbers["cosine random matrix"],
-         **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")})
+         **numbers, **{name: found[name].mean() for name in ("sum", "J", "phi2", "h2")},
+         ratio=found["h2"].mean() / found["phi2"].mean())
 
 
-# %% E. The loss of a causal model on a word that only later tokens determine.
-if wanted("leak"):
+def draw_leak():
+    """E. The loss of a causal model on a word that only later tokens determine."""
     (figure, ax), numbers, red = plt.subplots(figsize=(9, 3.9)), {}, dict(color=COLOUR["rpc"])
-    figure.suptitle("With \u00b5 over all tokens, a causal model reads the future")
+    figure.suptitle("Which \u00b5 lets a causal model read the future?")
     for mu, style in dict(token=dict(linewidth=6, alpha=0.3), seen={}, all={}).items():
         for seed in (0, 1):
             nats = leak.train(mu, seed)
@@ -762,8 +787,8 @@ if wanted("leak"):
     save(figure, "leak", chance=math.log(2), **numbers)
 
 
-# %% F. Dense prediction: the output of Segmenter, clean and under fog.
-if wanted("dense"):
+def draw_dense():
+    """F. Dense prediction: the output of Segmenter, clean and under fog."""
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
     how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in both together
@@ -776,7 +801,7 @@ if wanted("dense"):
         return corrupt(images, "fog", 3, index=index)
 
     figure, grid = plt.subplots(2, 5, figsize=(9, 4.3))
-    figure.suptitle("Fog hides objects from Segmenter")
+    figure.suptitle("Which objects does Segmenter find under fog?")
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
@@ -792,3 +817,8 @@ if wanted("dense"):
     figure.legend(patches, names, loc="outside lower center", ncols=6, columnspacing=1.2)
     background = (source.labels == 0).double().mean() / 11          # if every pixel is background
     save(figure, "dense", background=100 * background, **numbers)
+
+
+if __name__ == "__main__":
+    for picture in PICTURES if "all" in ARGS.pictures else ARGS.pictures:
+        globals()[f"draw_{picture}"]()
