@@ -1,14 +1,17 @@
 """Adversarial attacks on image classifiers, whole batches at a time.
 
-An attack is a function attack(model, images, labels, eps, ...) that returns adversarial images:
+An attack is a function attack(model, images, labels, eps, *, seed=0, index=None, ...) that returns
+adversarial images:
   model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes).
             A module in train mode is an error: call model.eval() first
   images    (B, 3, H, W) float32 in [0, 1], on the model's device; never changed
   labels    (B,) int64, the true classes (or predictions), which the attack tries to change
-  eps       budget in pixel units, for example 8/255: a number or a tensor that broadcasts to images
+  eps       the largest change of a pixel value, for example 8/255: a number or a tensor that
+            broadcasts to images. sld reads eps as an L1 budget; cw has no budget and ignores eps
   clip      True: adversarial pixels stay in [0, 1]; False: they may leave this range (as in the
             paper's code)
-  seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch
+  seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch;
+            an attack without random numbers ignores both
 The model's parameters and their .grad stay unchanged; an attack is faster if you freeze the
 parameters. The result is detached. Half-precision logits are widened to float32 before a loss or
 margin is computed. The paper (Teo & Nguyen 2024) lists the attacks in sections 4.1 and A.2; each
@@ -17,13 +20,11 @@ docstring names the source of its attack.
     adv = pgd(model, images, labels, 8 / 255)
     robust = model(adv).argmax(1) == labels       # False also for images that were wrong before
 
-To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py. The function
-receives eps, seed, index and clip if its signature names them; its other keywords are settings.
+To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py.
 """
 
 import math
 from types import SimpleNamespace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -110,26 +111,6 @@ def noise_like(images, index, *key):
 
 # --- errors that would look like robustness ------------------------------------------------------
 
-def check_counts(**options):
-    """Raise InputError unless every option is a whole number above 0, for example steps."""
-    for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{name}={value}, expected a whole number of at least 1")
-
-
-def check_positive(**options):
-    """Raise InputError unless every option is a number above 0."""
-    for name, value in options.items():
-        if not value > 0:
-            raise InputError(f"{name}={value}, expected a number above 0")
-
-
-def check_word(name, value, *known):
-    """Raise InputError unless the value of an option is one of the known words."""
-    if value not in known:
-        raise InputError(f"{name}={value}, expected {' or '.join(known)}")
-
-
 def check_inputs(model, images, eps=0.0, clip=True):
     """Raise an error for a module in train mode, and for pixels or budgets outside [0, 1].
 
@@ -158,10 +139,10 @@ def check_logits(logits):
 
 
 @torch.no_grad()
-def clean_logits(model, images, eps=0.0, clip=True, batch_size=None):
+def clean_logits(model, images, eps=0.0, clip=True):
     """Return the logits of the clean images, (B, classes), after all checks of this section."""
     check_inputs(model, images, eps, clip)
-    logits = forward(model, images, batch_size)
+    logits = forward(model, images)
     check_logits(logits)
     return logits
 
@@ -169,7 +150,7 @@ def clean_logits(model, images, eps=0.0, clip=True, batch_size=None):
 # --- L-infinity, with gradients ------------------------------------------------------------------
 
 @torch.no_grad()
-def fgsm(model, images, labels, eps, *, clip=True):
+def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0.
 
     Goodfellow et al. 2015;
@@ -182,8 +163,8 @@ def fgsm(model, images, labels, eps, *, clip=True):
 
 
 @torch.no_grad()
-def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel_step=0.15,
-        random_start=True, clip=True, seed=0, index=None, purpose=START):
+def pgd(model, images, labels, eps, *, steps=20, alpha=None, rel_step=0.15, random_start=True,
+        clip=True, seed=0, index=None, purpose=START):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
     alpha: the step size in pixel units, for example 2/255, as in torchattacks; None: rel_step *
@@ -193,8 +174,6 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
     Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
-    check_counts(steps=steps)
-    check_positive(rel_step=rel_step, alpha=1 if alpha is None else alpha)
     check_inputs(model, images, eps, clip)
     alpha = rel_step * eps if alpha is None else alpha
     adv = images
@@ -207,58 +186,36 @@ def pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None, rel
     return adv
 
 
-def restarted(attack, restarts):
-    """Return the attack with restarts: images that do not fool the model are attacked again.
+@torch.no_grad()
+def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, index=None,
+              **settings):
+    """Run an attack `restarts` times; images that do not fool the model are attacked again.
 
-    attack: any attack with the keywords seed and index. restarts: the total number of runs. The
-    first run uses the given seed, each later run another seed.
+    attack: any attack with a random start. The first run uses the given seed, each later run
+    another seed. settings: other keywords of the attack.
     """
-    check_counts(restarts=restarts)
-
-    @torch.no_grad()
-    def repeated(model, images, labels, eps, *, seed=0, index=None, **settings):
-        index = image_numbers(images, index)
-        adv = attack(model, images, labels, eps, seed=seed, index=index, **settings)
-        rows = (forward(model, adv).argmax(1) == labels).nonzero()[:, 0]    # not fooled yet
-        eps = per_image(images, eps)
-        for run in range(1, restarts):
-            if not len(rows):
-                break
-            new_seed = (seed + 1_000_003 * run) % 2 ** 31
-            tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
-                           index=index[rows], **settings)
-            fooled = forward(model, tried).argmax(1) != labels[rows]
-            adv[rows[fooled]] = tried[fooled]
-            rows = rows[~fooled]
-        return adv
-    return repeated
+    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
+    rows = torch.arange(len(images), device=images.device)              # not fooled yet
+    for run in range(restarts):
+        new_seed = (seed + 1_000_003 * run) % 2 ** 31
+        tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
+                       index=index[rows], **settings)
+        fooled = forward(model, tried).argmax(1) != labels[rows]
+        adv[rows[fooled]] = tried[fooled]
+        rows = rows[~fooled]
+        if not len(rows):
+            break
+    return adv
 
 
 # --- without gradients ---------------------------------------------------------------------------
 
 @torch.no_grad()
-def noise(model, images, labels, scale=0.068, *, kind: Literal["uniform", "gaussian"] = "uniform",
-          best_of: int = 1, draw=0, clip=True, seed=0, index=None):
-    """Add noise: x + U(-scale, scale) or, with kind "gaussian", x + N(0, scale^2).
-
-    scale: the half width (uniform) or the standard deviation (gaussian), in pixel units. best_of:
-    the number of draws that are tried; for each image the draw with the smallest margin is kept.
-    draw: a different number gives different noise.
-    """
-    check_word("kind", kind, "uniform", "gaussian")
-    check_counts(best_of=best_of)
-    clean_logits(model, images, scale, clip)
-    worst, lowest = images, torch.full_like(images[:, 0, 0, 0], math.inf)    # image and margin
-    for i in range(best_of):
-        z = noise_like(images, index, seed, NOISE, draw * best_of + i)
-        if kind == "gaussian":
-            z = normal((z + 1) / 2)                       # from uniform numbers in [0, 1)
-        adv = images + scale * z
-        adv = adv.clamp(0, 1) if clip else adv
-        m = margin(forward(model, adv), labels)
-        worst = torch.where(column(m < lowest), adv, worst)
-        lowest = torch.minimum(m, lowest)
-    return worst
+def noise(model, images, labels, eps=0.068, *, clip=True, seed=0, index=None):
+    """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
+    clean_logits(model, images, eps, clip)
+    adv = images + eps * noise_like(images, index, seed, NOISE, 0)
+    return adv.clamp(0, 1) if clip else adv
 
 
 # --- SPSA: L-infinity, without gradients ---------------------------------------------------------
@@ -297,19 +254,17 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 128,
-         centre: Literal["iterate", "legacy"] = "iterate", clip=True, seed=0, index=None):
+def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, legacy=False, clip=True,
+         seed=0, index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
-    The start is x + U(-eps, eps). centre: "iterate" estimates the gradient at the current image;
-    "legacy" estimates it at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
+    The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with legacy=True,
+    at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
     One image costs up to 2 * pairs * steps = 10,240 forward passes. So an image is finished as soon
     as its iterate is misclassified; this iterate is returned. Images that are misclassified without
     an attack stay unchanged.
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
-    check_word("centre", centre, "iterate", "legacy")
-    check_counts(steps=steps, pairs=pairs)
     fooled = margin(clean_logits(model, images, eps, clip), labels) < 0
     index = image_numbers(images, index)
     low, high = bounds(images, eps, clip)
@@ -327,7 +282,7 @@ def spsa(model, images, labels, eps=6 / 255, *, steps: int = 40, pairs: int = 12
         s = select_rows(s, ~fooled)
         if not len(s.row):
             break
-        around = s.x if centre == "iterate" else 2 * images[s.row]
+        around = 2 * images[s.row] if legacy else s.x
         parts = zip(around.split(size), s.labels.split(size), s.index.split(size))
         grad = torch.cat([spsa_gradient(model, *part, pairs, seed, SIGNS, t) for part in parts])
         s.x = (s.x - adam(grad, s.m, s.v, t, 0.01)).clamp(s.low, s.high)
@@ -353,19 +308,19 @@ def project_l1(v, radius):
 
 
 @torch.no_grad()
-def sld(model, images, labels, l1=10.0, *, steps: int = 20, rescale=False, clip=True):
-    """Sparse L1 descent: each step spends l1 / 10 on the 1 % of entries with the largest |grad CE|.
+def sld(model, images, labels, eps=10.0, *, steps=20, rescale=False, clip=True, seed=0,
+        index=None):
+    """Sparse L1 descent: each step spends eps/10 on the 1 % of entries with the largest |grad CE|.
 
-    The entries share l1 / 10 equally. l1: the bound of ||x_adv - x||_1, summed over all pixels and
-    channels. At 224 px, l1=10 is a mean change of 1/15000 per entry, so try 10, 50 and 100.
+    The entries share eps / 10 equally. eps: the bound of ||x_adv - x||_1, summed over all pixels
+    and channels. At 224 px, eps=10 is a mean change of 1/15000 per entry, so try 10, 50 and 100.
     rescale: True scales x_adv - x down to the L1 ball, as cleverhans does; False projects it.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
-    check_counts(steps=steps)
     clean_logits(model, images, clip=clip)
     k = max(int(0.99 * images[0].numel()), 1)             # the k-th smallest entry begins the 1 %
-    l1 = torch.as_tensor(l1, dtype=images.dtype, device=images.device).view(-1, 1)
+    l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
@@ -420,8 +375,8 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
 
 
 @torch.no_grad()
-def cw(model, images, labels, *, confidence=0.0, steps: int = 1000, lr=5e-3,
-       search_steps: int = 5, c0=1e-2, clip=True):
+def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, search_steps=5,
+       c0=1e-2, clip=True, seed=0, index=None):
     """Carlini & Wagner's L2 attack: find the nearest images with a margin below -confidence.
 
     The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
@@ -431,8 +386,6 @@ def cw(model, images, labels, *, confidence=0.0, steps: int = 1000, lr=5e-3,
     does with normalised images. An image for which every round fails stays unchanged.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
-    check_counts(steps=steps, search_steps=search_steps)
-    check_positive(lr=lr, c0=c0)
     check_inputs(model, images, clip=clip)
     adv = images.clone() if clip else images.clamp(0, 1)
     left = margin(clean_logits(model, adv), labels) + confidence

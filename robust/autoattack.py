@@ -11,17 +11,14 @@ for an image does not depend on the rest of its batch.
 
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal
 
 import torch
-from tqdm import tqdm
 
-from common import InputError
+from common import InputError, print0
 from data.rng import APGD, SQUARE, uniform
 from robust import forward
-from robust.attacks import (bounds, check_counts, check_word, clean_logits, column, cross_entropy,
-                            image_numbers, input_gradient, margin, noise_like, per_image,
-                            select_rows)
+from robust.attacks import (bounds, clean_logits, column, cross_entropy, image_numbers,
+                            input_gradient, margin, noise_like, per_image, select_rows)
 
 
 def linf_norm(t):
@@ -66,8 +63,8 @@ def likely_targets(logits, labels, num_targets):
 
 
 @torch.no_grad()
-def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targets=None,
-         steps: int = 100, surrogates=(), clip=True, seed=0, draw=0, index=None):
+def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(),
+         clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
@@ -76,8 +73,6 @@ def apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce", targe
     for every image. Here a misclassified image leaves the batch at the next multiple of ten steps.
     The source and this function return the last misclassified iterate.
     """
-    check_counts(steps=steps)
-    check_word("loss", loss, "ce", "dlr")
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps), image_numbers(images, index)
     low, high = bounds(images, eps, clip)
@@ -177,7 +172,6 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 
     surrogates: as in `apgd`; they are tried for every target class.
     """
-    check_counts(num_targets=num_targets)
     logits = clean_logits(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
@@ -241,7 +235,6 @@ def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9,
         adv, shaped as images, and the L-infinity distances (B,). If no adversarial image was found,
         or if the clean image is misclassified, adv is the clean image and the distance is inf.
     """
-    check_counts(steps=steps, num_targets=num_targets)
     logits = clean_logits(model, images, enough, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
@@ -303,17 +296,14 @@ EVERY = 50                                      # finished images leave every 50
 
 
 @torch.no_grad()
-def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_size=None,
-           clip=True, seed=0, index=None):
+def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
     """Set random squares to +-eps, one random sign per channel; keep those that lower the margin.
 
     The attack uses forward passes only. Finished images leave the batch every fifty queries.
-    batch_size: images per forward pass (default: all). Pass all images at once, so that batches
-    stay full. Source: `fra31/auto-attack:autoattack/square.py`. In the source all images of a batch
-    share the place and the signs of a square; here each image has its own.
+    Source: `fra31/auto-attack:autoattack/square.py`. In the source all images of a batch share the
+    place and the signs of a square; here each image has its own.
     """
-    check_counts(queries=queries, batch_size=batch_size or 1)
-    logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
+    logits = clean_logits(model, images, eps, clip)
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     low, high = bounds(images, eps, clip)
     _, C, H, W = images.shape
@@ -324,7 +314,7 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
     s = select_rows(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
-    s.margin = margin(forward(model, s.best, batch_size), s.labels)
+    s.margin = margin(forward(model, s.best), s.labels)
     for query in range(queries):
         if query % EVERY == 0:
             s = leave(s, adv)
@@ -336,7 +326,7 @@ def square(model, images, labels, eps=1 / 255, *, queries: int = 5000, batch_siz
         inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
-        m = margin(forward(model, candidate, batch_size), s.labels)
+        m = margin(forward(model, candidate), s.labels)
         better = column(m < s.margin).to(eps.dtype)
         s.best = torch.lerp(s.best, candidate, better)          # exact at weights 0 and 1
         s.margin = torch.minimum(m, s.margin)
@@ -370,37 +360,29 @@ def leave(s, adv):
 # --- the cascade ---------------------------------------------------------------------------------
 
 @torch.no_grad()
-def autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100, queries: int = 5000,
-               num_targets: int = 9, surrogates=(), batch_size=500, clip=True, seed=0, index=None,
-               trace=None, progress=False):
+def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9,
+               surrogates=(), clip=True, seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    Pass all images at once so that batches stay full. An image counts as fooled when a separate
-    forward pass misclassifies the attack's result. trace: a list that receives dict(stage, robust
-    (B,) bool) for "clean" and after every stage. progress: show a bar per stage. surrogates: for
-    APGD-CE and APGD-T, as in `apgd`; the standard version has no surrogates. InputError for fewer
-    than 4 classes.
+    An image counts as fooled when a separate forward pass misclassifies the attack's result.
+    surrogates: for APGD-CE and APGD-T, as in `apgd`; the standard version has no surrogates. Prints
+    how many images are still robust after each stage. InputError for fewer than 4 classes.
     """
-    check_counts(batch_size=batch_size)
-    stages = {"apgd-ce": partial(apgd, steps=steps, surrogates=surrogates),
-              "apgd-t": partial(apgd_t, steps=steps, surrogates=surrogates,
+    stages = {"APGD-CE": partial(apgd, steps=steps, surrogates=surrogates),
+              "APGD-T": partial(apgd_t, steps=steps, surrogates=surrogates,
                                 num_targets=num_targets),
-              "fab-t": partial(fab_t, steps=steps, num_targets=num_targets),
-              "square": partial(square, queries=queries)}
-    logits = clean_logits(model, images, eps, clip, batch_size=batch_size)
+              "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
+              "Square": partial(square, queries=queries)}
+    logits = clean_logits(model, images, eps, clip)
     targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises an error for fewer than 4 classes
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
-    trace = [] if trace is None else trace
-    robust = logits.argmax(1) == labels
-    trace.append(dict(stage="clean", robust=robust.clone()))
+    robust, counts = logits.argmax(1) == labels, []
     for stage, attack in stages.items():
-        rows = robust.nonzero()[:, 0]
-        bar = tqdm(total=len(rows), desc=stage, unit="image", disable=not progress or None)
-        for on in rows.split(batch_size) if len(rows) else ():
+        on = robust.nonzero()[:, 0]
+        if len(on):
             adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
                              clip=clip, seed=seed)
             robust[on] = forward(model, adv[on]).argmax(1) == labels[on]
-            bar.update(len(on))
-        bar.close()
-        trace.append(dict(stage=stage, robust=robust.clone()))
+        counts.append(f"{stage} {int(robust.sum())}")
+    print0(f"AutoAttack, still robust of {len(images)}: {', '.join(counts)}")
     return adv

@@ -1,10 +1,8 @@
-"""Metrics in the robustness tables: mCE, detection of outliers, and the interval of an accuracy.
+"""Metrics in the robustness tables: mCE and detection of outliers.
 
 Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
 tensors.
 """
-
-import math
 
 import torch
 
@@ -56,22 +54,3 @@ def auroc(score, positive):
     tp, fp = _counts(score, positive)
     zero = tp.new_zeros(1)
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
-
-
-def fpr95(score, positive):
-    """Return the false-positive rate at the highest threshold that detects 95 % of the positives.
-
-    score, positive: as in average_precision.
-    """
-    tp, fp = _counts(score, positive)
-    first = int((tp / tp[-1] < 0.95 - 1e-12).sum())
-    return (fp[first] / fp[-1]).item()
-
-
-def wilson(share, n):
-    """Return Wilson's 95 % interval (low, high) of a share in [0, 1] of n images."""
-    z = 1.959964                                          # 97.5 % of a normal distribution
-    centre = share + z ** 2 / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + (z / (2 * n)) ** 2)
-    scale = 1 + z ** 2 / n
-    return max((centre - half) / scale, 0.0), min((centre + half) / scale, 1.0)
