@@ -91,8 +91,8 @@ SCENE_LIMITS = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm
 SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
 
 
-def get_args():
-    """Parse the flags."""
+def get_args(words=None):
+    """Parse the flags. words: a list instead of the command line."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 usage="%(prog)s [--flag value ...]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -141,7 +141,7 @@ def get_args():
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="decode images in "
          "this many processes (default: %(default)s)")
     flag("--device", help="compute on cuda, mps or cpu (default: the best available)")
-    args = p.parse_args()
+    args = p.parse_args(words)
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
@@ -267,6 +267,8 @@ def load_data(args, models, device):
     seen = {name for m in models for name in m.seen}      # photos of the training do not count
     if imagenet and not args.data_dir:                    # then only ImageNet-A and -R can be measured
         data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
+    elif args.data == "imagenet":                        # val/ may contain some classes only
+        data = ImageTree(args.data_dir, "val", names, first.size, subset=imagenet)
     else:
         data = load_test(flags, trained=first.trained, size=first.size, classes=names, seen=seen)
     for m in models:
@@ -281,10 +283,10 @@ def load_data(args, models, device):
     return data
 
 
-def open_folder(path, classes, size):
+def open_folder(path, classes, size, crop=0.875):
     """Open a folder <class>/* for some of `classes`; a label is an index into the whole list."""
     root, folder = os.path.split(os.path.abspath(path))
-    return ImageTree(root, folder, classes, size, subset=True)
+    return ImageTree(root, folder, classes, size, subset=True, crop=crop)
 
 
 def choose(n, name, args):
@@ -313,12 +315,9 @@ def batches(data, index, args, label=""):
     else:
         keys = [[(i, i) for i in part.tolist()] for part in parts]    # (position, image)
         loaded = image_batches(data, keys, args.num_workers, device)
-    bar = common.bar(total=len(share), desc=label[:60], unit="image")
-    with bar:
-        for batch, place in zip(loaded, places):
-            pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
-            yield pixels.float() / 255, labels, numbers, place.to(device)
-            bar.update(len(place))
+    for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
+        pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
+        yield pixels.float() / 255, labels, numbers, place.to(device)
 
 
 # --- scores of images -----------------------------------------------------------------------------
@@ -381,8 +380,8 @@ def corrupted(m, data, index, args, settings):
     label = f"{kind}, {m.about['model']}"
     if args.corrupted_dir:                                # image i is the copy of image i of `data`
         for i, severity in enumerate(severities):
-            copies = open_folder(Path(args.corrupted_dir, kind, str(severity)), data.classes, m.size)
-            copies.resize = m.size                        # the files have 224 pixels: only crop
+            copies = open_folder(Path(args.corrupted_dir, kind, str(severity)), data.classes, m.size,
+                                 crop=1.0)                # the files are already cropped
             if not torch.equal(copies.labels, data.labels):
                 raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
                                  f"{severity} has other images than the test images")
@@ -640,7 +639,8 @@ def plan(args, data, size):
 def main():
     args = get_args()
     if args.table:
-        print(rows_table([row for path in args.table for row in common.read_log(path)]))
+        paths = [Path(path, "results.jsonl") if Path(path).is_dir() else path for path in args.table]
+        print(rows_table([row for path in paths for row in common.read_log(path)]))
         return
     args.process = rank, world, device = Process(*common.start_processes(args.device))
     torch.backends.cudnn.allow_tf32 = False               # PyTorch's default rounds convolutions
@@ -670,10 +670,7 @@ def main():
                 row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                            **common.code_version(), hardware=hardware, processes=world)
                 rows[key] = row
-                if rank == 0:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with open(path, "a") as f:
-                        f.write(json.dumps(row) + "\n")
+                common.add_result(path.parent, row)       # rank 0 writes
             wanted.append(rows[key])
     fewest = min(row["images"] for row in wanted)
     print0(f"\n{rows_table(wanted)}\n\n"

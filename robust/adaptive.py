@@ -8,7 +8,6 @@ PAP that does not hide them. The change reaches your own attention if it passes 
 """
 
 import math
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +83,8 @@ def gradient_models(model, images):
 # --- attacks -------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = None,
-                 rel_step=0.15, random_start=True, clip=True, seed=0, index=None):
+def adaptive_pgd(model, images, labels, eps, *, steps=20, alpha=None, rel_step=0.15,
+                 random_start=True, clip=True, seed=0, index=None):
     """Run PGD along the true gradient; where PGD fails, follow both straight-through gradients.
 
     Returns for each image the result that fools the model or, if no result does, the result with
@@ -111,18 +110,12 @@ def adaptive_pgd(model, images, labels, eps, *, steps: int = 20, alpha: float = 
     return adv
 
 
-def adaptive_apgd(model, images, labels, eps, *, loss: Literal["ce", "dlr"] = "ce",
-                  steps: int = 100, clip=True, seed=0, index=None):
+def adaptive_apgd(model, images, labels, eps, **settings):
     """Run `apgd` with the model's own gradient; where it fails, follow `gradient_models`."""
-    return apgd(model, images, labels, eps, loss=loss, steps=steps, clip=clip, seed=seed,
-                index=index, surrogates=gradient_models(model, images))
+    return apgd(model, images, labels, eps, surrogates=gradient_models(model, images), **settings)
 
 
-def adaptive_autoattack(model, images, labels, eps=1 / 255, *, steps: int = 100,
-                        queries: int = 5000, num_targets: int = 9, batch_size=500, clip=True,
-                        seed=0, index=None, trace=None, progress=False):
+def adaptive_autoattack(model, images, labels, eps, **settings):
     """Run `autoattack`; its APGD-CE and APGD-T also follow `gradient_models`."""
-    return autoattack(model, images, labels, eps, steps=steps, queries=queries,
-                      num_targets=num_targets, surrogates=gradient_models(model, images),
-                      batch_size=batch_size, clip=clip, seed=seed, index=index, trace=trace,
-                      progress=progress)
+    return autoattack(model, images, labels, eps, surrogates=gradient_models(model, images),
+                      **settings)

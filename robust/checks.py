@@ -1,16 +1,19 @@
-"""Check whether a model's robust accuracy is reliable: eval_robust.py --checks.
+"""Check whether the robust accuracy of a classifier is reliable.
+
+    python -m robust.checks --ckpt out/shapes_rpc weights/shapes_softmax.pt
 
 An attack that fails does not prove that a model is robust. The gradients may mislead the attack, or
 the attack may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means
 that attacks along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et
-al. 2019; `fra31/auto-attack:autoattack/checks.py`). --measures changes the settings of PGD, for
-example "pgd steps=40". Checks 2 to 4 use the budget at which the accuracy under PGD is nearest to
+al. 2019; `fra31/auto-attack:autoattack/checks.py`). Checks 2 to 4 use the budget at which the accuracy under PGD is nearest to
 half of the clean accuracy.
 """
 
+import argparse
 import time
 from functools import partial
 
+import common
 import torch
 
 from robust import forward
@@ -89,7 +92,7 @@ def steps_and_restarts(model, x, y, eps, options):
     numbers = sorted({1, max(steps // 4, 1), steps, 5 * steps})
     left = {n: is_right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y)
             for n in numbers}
-    again = restarted(pgd, 5)(model, x, y, eps, **{**options, "random_start": True})
+    again = restarted(model, x, y, eps, restarts=5, **{**options, "random_start": True})
     again = is_right(model, again, y)
     found, slack = int(left[steps].sum()), noise_level(len(y))
     parts = {f"{5 * steps} steps fool no more images than {steps} steps":
@@ -147,7 +150,7 @@ def run_checks(model, x, y, name="", twin=None, options=None):
     eps = min(BUDGETS[1:], key=lambda eps: abs(left[eps] - clean / 2))
     report(2, "more steps and restarts fool no more images",
            *steps_and_restarts(model, x, y, eps, options))
-    blind = {"noise": lambda x, y: noise(model, x, y, eps, best_of=10),
+    blind = {"noise": lambda x, y: noise(model, x, y, eps),
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
     report(3, "attacks without gradients fool no more images",
@@ -164,3 +167,26 @@ def run_checks(model, x, y, name="", twin=None, options=None):
         print("---- 4 not run: the model has no RPC-Attention, and no softmax model was given")
     report(5, "accuracy falls to zero", *fall)
     return results
+
+
+def main():
+    """Check the networks of --ckpt on 64 test images; a softmax network among them is the twin."""
+    import eval_robust
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py")
+    p.add_argument("--limit", type=int, default=64, help="number of test images (default: 64)")
+    own = p.parse_args()
+    args = eval_robust.get_args(["--ckpt", *own.ckpt, "--batch_size", str(own.limit)])
+    args.process = eval_robust.Process(*common.start_processes(None))
+    models = [eval_robust.load_model(path, None, args.process.device) for path in own.ckpt]
+    data = eval_robust.load_data(args, models, args.process.device)
+    index = eval_robust.choose(len(data.labels), "pgd", args)[:own.limit]
+    x, labels, *_ = next(eval_robust.batches(data, index, args))
+    softmax = next((m for m in models if m.about["model"].startswith("softmax")), None)
+    for m in models:
+        run_checks(m.net, x, labels, m.about["model"], softmax and softmax.net)
+
+
+if __name__ == "__main__":
+    common.run(main)
