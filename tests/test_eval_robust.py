@@ -1,0 +1,313 @@
+"""Evaluate classifiers: rows equal plain loops, are kept and pooled, and fill the table."""
+
+import contextlib
+import io
+import json
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from torchvision.io import write_png
+
+import common
+import eval_robust
+from data.shapes import SHAPES, load_shapes
+from eval_robust import row_key, rows_table, unpack
+from golden_net import trained_network
+from processes import group
+from robust import attacks, corruptions, evaluate, metrics
+from runs import call, refused
+from vit import SIZES, ViT, ViTConfig
+
+# Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in ImageNet-C's order
+TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27,
+                                       44.55, 42.72, 63.21, 50.25, 44.26, 39.36, 46.28)))
+
+
+# --- metrics and robust.evaluate ------------------------------------------------------------------
+
+def test_mce_of_table_4_and_of_alexnet():
+    errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
+    assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
+    assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
+
+
+def test_outlier_metrics_equal_scikit_learn():
+    g = torch.Generator().manual_seed(0)
+    for values in (9, 10 ** 6):                                          # with ties and without
+        s = torch.randint(0, values, (300,), generator=g)
+        positive = torch.rand(300, generator=g) < 0.3
+        assert metrics.auroc(s, positive) == pytest.approx(
+            sklearn.metrics.roc_auc_score(positive, s), abs=1e-12)
+        assert metrics.average_precision(s, positive) == pytest.approx(
+            sklearn.metrics.average_precision_score(positive, s), abs=1e-12)
+
+
+def test_evaluate_agrees_with_torchattacks():
+    torchattacks = pytest.importorskip("torchattacks")
+    model, images, labels = trained_network(30)
+    settings = dict(eps=4 / 255, alpha=1 / 255, steps=5, random_start=False)
+    right = evaluate(model, images, labels, {
+        "pgd": partial(attacks.pgd, **settings),
+        "theirs": lambda model, x, y: torchattacks.PGD(model, **settings)(x, y)}, batch_size=7)
+    assert torch.equal(right["clean"], model(images).argmax(1) == labels)
+    assert 0 < right["worst"].sum() < right["clean"].sum()
+    assert (right["pgd"] != right["theirs"]).sum() <= 1
+    assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["theirs"])
+
+
+def test_evaluate_passes_numbers_of_right_images():
+    model, images, labels = trained_network(20)
+    labels = labels.clone()
+    labels[::3] = (model(images).argmax(1)[::3] + 1) % 10                # these count as wrong
+    seen = []
+
+    def attack(model, x, y, index):
+        seen.extend(index.tolist())
+        return 1 - x
+
+    right = evaluate(model, images, labels, {"invert": attack}, batch_size=6,
+                     index=torch.arange(100, 120))
+    assert seen == (100 + right["clean"].nonzero()[:, 0]).tolist()
+    assert not (right["invert"] & ~right["clean"]).any()
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda y: y.float(), "class indices"), (lambda y: y + 20, "because the model has"),
+    (lambda y: torch.nn.functional.one_hot(y, 10), "one-hot")])
+def test_evaluate_needs_integer_class_labels(change, words):
+    model, images, labels = trained_network(4)
+    with pytest.raises(ValueError, match=words):
+        evaluate(model, images, change(labels), {})
+
+
+def test_evaluate_rejects_train_mode():
+    with pytest.raises(ValueError, match="train mode"):
+        evaluate(torch.nn.Flatten().train(), torch.rand(2, 3, 4, 4), torch.zeros(2).long(), {})
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+def make_checkpoint(path, attn="rpc", seed=0, image_size=32, flags=(), **more):
+    """Save an untrained ViT, whose head is fitted to 80 scenes: some predictions are right."""
+    torch.manual_seed(seed)
+    config = ViTConfig(**SIZES["nano"], image_size=image_size, patch_size=8, num_classes=10,
+                       attn=attn)
+    model = ViT(config)
+    images, labels = load_shapes("test", 80, image_size)[:2]
+    head, model.head = model.head, torch.nn.Identity()
+    features, model.head = model(images.float() / 255).detach(), head
+    target = torch.nn.functional.one_hot(labels, 10).float()
+    model.head.weight.data = 5 * torch.linalg.lstsq(features, target).solution.T
+    args = dict(dict(data="shapes", num_images=400, seed=seed), **dict(flags))
+    common.save(path, dict(task="classification", architecture="vit", model=model.state_dict(),
+                           step=0, args=args, model_config=vars(config).copy(),
+                           classes=list(SHAPES), **more))
+    return model.eval()
+
+
+def run(*flags):
+    """Run the script in this process; return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        call(eval_robust.main, "--device cpu --num_workers 0", flags)
+    return out.getvalue()
+
+
+def read(folder):
+    """Return the rows of a folder, in the order of writing."""
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+QUICK = ("--measures", "clean", "noise", "pgd", "apgd", "corruptions", "--steps", 5, "--limit", 7,
+         "--eps", "2/255", "--severities", 4)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory):
+    """Return (folder, flags, output) of a run on two models, a.pt and b.pt, with rows in one/."""
+    folder = tmp_path_factory.mktemp("eval")
+    make_checkpoint(folder / "a.pt")
+    make_checkpoint(folder / "b.pt", attn="softmax", seed=1)
+    models = "--ckpt", folder / "a.pt", folder / "b.pt"
+    return folder, models, run(*models, *QUICK, "--out_dir", folder / "one")
+
+
+def test_table_has_every_row_once(first_run):
+    folder, _, printed = first_run
+    rows = read(folder / "one")
+    assert len(rows) == 2 * 19 and all(row["commit"] and row["torch"] for row in rows)
+    mean = np.mean([row["top1"] for row in rows[::2] if row["name"] == "corruptions"])
+    assert re.search(rf"\| corruptions type=mean severities=4, top1 +\| 7 +\| {mean:.2f} ", printed)
+    for name in ("clean", "noise eps=0.068", "pgd steps=5 eps=2/255", "worst eps=2/255 of=pgd,apgd"):
+        assert len(re.findall(rf"^\| {name}, top1 +\|", printed, re.M)) == 1, name
+
+
+def test_rows_equal_a_plain_loop(first_run):
+    folder, *_ = first_run
+    row = {row["name"]: row for row in read(folder / "one") if row["model"].startswith("rpc")}
+    net = eval_robust.load_model(folder / "a.pt", None, torch.device("cpu")).net
+    images, labels = load_shapes("test", 80, 32)[:2]
+    index = eval_robust.epoch_order(80, epoch=0, seed=0)[:7]
+    x, y = images[index].float() / 255, labels[index]
+    with torch.no_grad():
+        clean = net(x).argmax(1) == y
+    adv = x.clone()
+    adv[clean] = attacks.pgd(net, x[clean], y[clean], 2 / 255, steps=5, index=index[clean])
+    assert torch.equal(unpack(row["clean"]["right"], 7), clean)
+    assert torch.equal(unpack(row["pgd"]["right"], 7), net(adv).argmax(1) == y)
+    assert row["pgd"]["max_linf"] == pytest.approx((adv - x).abs().max().item(), abs=1e-9)
+
+
+def test_two_processes_count_every_image_once(first_run):
+    folder, models, _ = first_run
+    flags = ["fog" if flag == "corruptions" else flag for flag in QUICK]
+    group(eval_robust.main, list(map(str, (*models, *flags, "--num_workers", 0, "--device", "cpu",
+                                           "--out_dir", folder / "two"))))
+    alone = {row_key(row): row for row in read(folder / "one")}
+    shared = read(folder / "two")
+    assert len(shared) == 2 * 5
+    for two in shared:
+        one = alone[row_key(two)]
+        assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right"))
+
+
+def test_second_run_adds_missing_rows(first_run):
+    folder, models, _ = first_run
+    lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
+    (folder / "cut").mkdir()
+    (folder / "cut" / "results.jsonl").write_text("".join(lines[:33]))
+    run(*models, *QUICK, "--out_dir", folder / "cut")
+    cut = folder / "cut" / "results.jsonl"
+    assert cut.read_text().startswith("".join(lines[:33]))               # kept, not computed again
+    assert [(row["name"], row["top1"], row["right"]) for row in read(folder / "cut")] == \
+        [(row["name"], row["top1"], row["right"]) for row in read(folder / "one")]
+
+
+def test_other_data_or_size_is_another_row(tmp_path):
+    """Rows depend on the test images, on the size of --model, and on the photographs of frost."""
+    rows = []
+    for i, flags in enumerate((dict(num_images=400), dict(num_images=800))):
+        make_checkpoint(tmp_path / f"{i}.pt", flags=flags)
+        run("--ckpt", tmp_path / f"{i}.pt", "--measures", "clean", "--limit", 5, "--out_dir",
+            tmp_path / "r")
+        rows = read(tmp_path / "r")
+    assert len(rows) == 2 and rows[0]["weights"] == rows[1]["weights"]
+    (tmp_path / "m.py").write_text(
+        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), "
+        "torch.nn.Flatten(), torch.nn.Linear(48, 10))\n")
+    for size in (16, 32):
+        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--image_size", size,
+            "--measures", "clean", "--limit", 5, "--out_dir", tmp_path / "m")
+    assert [row["size"] for row in read(tmp_path / "m")] == [16, 32]
+    for kind in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
+        write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), str(tmp_path / kind))
+    for flags in ((), ("--frost_dir", tmp_path)):
+        run("--ckpt", tmp_path / "0.pt", "--measures", "frost", "--limit", 5, "--severities", 5,
+            "--out_dir", tmp_path / "f", *flags)
+    assert len(read(tmp_path / "f")) == 2
+
+
+def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
+    def push(model, images, labels, eps, *, seed=0, index=None, times=2.0, clip=True):
+        return images + times * eps
+
+    def tint(images, c, noise):
+        return (images * (1 - c) + 255 * c * noise).byte()
+
+    monkeypatch.setitem(eval_robust.ATTACKS, "push", partial(push, times=0.5))
+    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", corruptions.Corruption(
+        tint, (0.0, 0.1, 0.2, 0.3, 0.4), corruptions.draw_values))
+    make_checkpoint(tmp_path / "m.pt")
+    run("--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2, "--measures", "clean",
+        "push", "tint", "--eps", "4/255", "--out_dir", tmp_path / "r")
+    clean, pushed, tinted = read(tmp_path / "r")
+    assert pushed["settings"] == dict(times=0.5, eps=4 / 255)
+    assert pushed["max_linf"] == pytest.approx(2 / 255, abs=1e-6)
+    assert tinted["top1"][0] == clean["top1"] != tinted["top1"][1]
+
+
+def test_paper_preset_attacks_normalised_images(tmp_path):
+    """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
+    make_checkpoint(tmp_path / "m.pt")
+    run("--ckpt", tmp_path / "m.pt", "--preset", "paper", "--measures", "fgsm", "pgd", "square",
+        "--limit", 4, "--eps", "6/255", "--steps", 2, "--out_dir", tmp_path / "r")
+    rows = {row["name"]: row for row in read(tmp_path / "r")}
+    for name in ("fgsm", "pgd"):
+        assert rows[name]["settings"]["conditions"] == "paper"
+        assert rows[name]["max_linf"] == pytest.approx(6 / 255 * 0.229, abs=1e-4)
+    assert rows["square"]["max_linf"] > 0.1               # clipping to [0, 1] moves dark pixels
+
+
+def test_imagenet_folders_use_their_classes(tmp_path):
+    """ImageNet-A counts the folder's classes only; ImageNet-O's AUPR equals scikit-learn's."""
+    torch.manual_seed(0)
+    net = ViT(ViTConfig(32, 16, 1000, 64, 1, 1, attn="softmax")).eval()
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    names = [eval_robust.IMAGENET[i] for i in (3, 7, 500)]
+    g = torch.Generator().manual_seed(1)
+    for folder, few in (("val", names), ("a", names[:2]), ("o", names[1:])):
+        for name in few:
+            (tmp_path / folder / name).mkdir(parents=True)
+            for i in range(4):
+                image = torch.randint(0, 256, (3, 40, 40), generator=g, dtype=torch.uint8)
+                write_png(image, str(tmp_path / folder / name / f"{i}.png"))
+    run("--ckpt", tmp_path / "net.pt", "--data_dir", tmp_path, "--imagenet_a", tmp_path / "a",
+        "--imagenet_o", tmp_path / "o", "--measures", "clean", "imagenet_a", "imagenet_o",
+        "--out_dir", tmp_path / "r")
+    clean, a, o = read(tmp_path / "r")
+    assert (clean["images"], a["images"], a["classes"], o["inside"]) == (12, 8, 2, 8)
+    tree = eval_robust.open_folder(tmp_path / "a", eval_robust.IMAGENET, 32)
+    logits = net(torch.stack([tree[i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
+    right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
+    assert a["top1"] == pytest.approx(100 * right.float().mean().item())
+
+
+def test_released_corruptions_match_the_test_images(tmp_path):
+    """--corrupted_dir reads <type>/<severity>/<class>/*; other images are an error."""
+    make_checkpoint(tmp_path / "m.pt", image_size=16, flags=dict(data="folder"))
+    images, labels = load_shapes("test", 40, 16)[:2]
+    for root, change in (("photos", 0), ("c/fog/3", 100)):
+        for i, (image, k) in enumerate(zip(images, labels)):
+            folder = tmp_path / root / sorted(SHAPES)[k]
+            folder.mkdir(parents=True, exist_ok=True)
+            write_png((image.int() + change).clamp(0, 255).byte(), str(folder / f"{i:03d}.png"))
+    checkpoint = common.load(tmp_path / "m.pt")
+    common.save(tmp_path / "m.pt", checkpoint | dict(classes=sorted(SHAPES)))
+    flags = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path / "photos", "--measures", "fog",
+             "--severities", 3, "--corrupted_dir", tmp_path / "c", "--out_dir", tmp_path / "r")
+    run(*flags)
+    first = read(tmp_path / "r")[0]
+    assert first["images"] == 40 and len(first["top1"]) == 1
+    next((tmp_path / "c/fog/3" / "star").iterdir()).unlink()
+    assert "other images" in refused(eval_robust, "--device cpu --num_workers 0", flags)
+
+
+def test_worst_case_is_taken_image_by_image():
+    def row(name, right, images, eps=2 / 255):
+        right = torch.tensor(right)
+        return dict(weights="w", model_config={}, size=32, model="m", checkpoint="m.pt", data="d",
+                    name=name, seed=0, images=images, settings=dict(eps=eps), max_linf=eps,
+                    fingerprint="f", right=eval_robust.pack(right),
+                    top1=100 * right.float().mean().item())
+    rows = [row("pgd", [True, True, False, True], 4), row("fgsm", [True, False, True], 3)]
+    worst, = eval_robust.worst_cases(rows)
+    assert worst["top1"] == pytest.approx(100 / 3) and worst["images"] == 3
+    assert "| worst eps=2/255 of=pgd,fgsm, top1 | 3      | 33.33 |" in rows_table(rows)
+    assert not list(eval_robust.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
+
+
+def test_class_order_is_printed_and_classes_must_agree(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "import torch\ndef build(n=10):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
+        "torch.nn.Linear(3072, n))\ndef seven():\n    return build(7)\ndef chances():\n    return "
+        "torch.nn.Sequential(build(), torch.nn.Softmax(1))\n")
+    flags = ("--data", "shapes", "--measures", "clean", "--limit", 4, "--out_dir", tmp_path / "r")
+    model = f"{tmp_path / 'm.py'}:"
+    assert "taken in this order: 0 = " in run("--model", model + "build", *flags)
+    assert "has 7 classes" in refused(eval_robust, "--model", [model + "seven"], flags)
+    assert "probabilities" in refused(eval_robust, "--model", [model + "chances"], flags)
+    assert "expected clean" in refused(eval_robust, "--model", [model + "build"], flags,
+                                       "--measures typo")
