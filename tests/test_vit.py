@@ -1,18 +1,17 @@
-"""Compare vit.py with the published models; test foreign weights (checkpoints.py) and errors."""
+"""Compare vit.py with the published models; test weights from files, and errors."""
 
-import argparse
 import io
+import re
 from argparse import Namespace
-from dataclasses import asdict, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import train_cls
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
 from vit import SIZES, Mlp, ViT, ViTConfig, load_timm, resize_pos_embed
-from checkpoints import foreign_settings, foreign_vit, load_weights
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -28,7 +27,8 @@ def small(**kind):
 
 def reference_model(arrays, dtype, **kind):
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)  # reference inputs are normalised already
-    load_weights(m, {k[3:]: v for k, v in arrays.items() if k.startswith("sd/")})
+    m.load_state_dict({re.sub(r"attn\.s$", "attn.learned.s", k[3:]): v for k, v in arrays.items()
+                       if k.startswith("sd/")})
     return m.to(dtype)
 
 
@@ -67,9 +67,8 @@ def test_timm_deit_weights_give_the_same_logits():
     theirs = timm.create_model("deit_tiny_patch16_224").eval()
     for p in theirs.parameters():                                # no weight is 0 or 1
         torch.nn.init.normal_(p, std=0.05)
-    ours = ViT(ViTConfig(**SIZES["tiny"], attn="softmax")).eval()
-    assert set(ours.state_dict()) == set(theirs.state_dict())
-    load_weights(ours, {"model": theirs.state_dict()})
+    ours = load_timm({"model": theirs.state_dict()})
+    assert ours.config == ViTConfig(**SIZES["tiny"])
     images = torch.rand(2, 3, 224, 224)
     colours = theirs.default_cfg["mean"], theirs.default_cfg["std"]
     assert (ours.config.mean, ours.config.std) == colours
@@ -175,13 +174,14 @@ def test_wrong_settings_and_images_are_errors():
 
 # --- weights from files ---------------------------------------------------------------------------
 
-def test_another_image_size_resizes_positions_as_deit():
+def test_another_image_size_resizes_positions_as_deit(tmp_path, capsys):
+    """--init_from also keeps the head of a network for other classes."""
     big, model = small(image_size=56, num_classes=7, attn="symmetric"), small(attn="symmetric")
     torch.nn.init.ones_(big.head.bias)
     pos, own = model.pos_embed, {name: w.clone() for name, w in big.head.state_dict().items()}
-    notes = load_weights(big, {"model": model.state_dict()}, new_head=True)
-    assert len(notes) == 2 and "17 to 50 tokens" in notes[0] and "--image_size 32" in notes[0]
-    assert "7 classes" in notes[1]
+    torch.save(dict(task="classification", model=model.state_dict()), tmp_path / "small.pt")
+    train_cls.load_weights(big, tmp_path / "small.pt")
+    assert "head for 7 classes is new" in capsys.readouterr().out
     grid = pos[:, 1:].reshape(1, 4, 4, 48).permute(0, 3, 1, 2)
     grid = F.interpolate(grid, size=(7, 7), mode="bicubic", align_corners=False)
     torch.testing.assert_close(big.pos_embed, torch.cat([pos[:, :1], grid.flatten(2).mT], 1))
@@ -189,120 +189,25 @@ def test_another_image_size_resizes_positions_as_deit():
     assert all(torch.equal(w, own[name]) for name, w in big.head.state_dict().items())
 
 
-SOFT, SYM = (small(attn=attn).state_dict() for attn in ("softmax", "symmetric"))
-ARGS = dict(robust=True, num_iter=4, lambd=4.0, layer=0)  # as the released code stores them
-
-
-def released(**change):
-    """Return the contents of a file of the paper's authors."""
-    return {"model": SYM, "args": argparse.Namespace(**{**ARGS, **change})}
-
-
-@pytest.mark.parametrize("kind,weights,match", [
-    (dict(attn="symmetric"), SOFT, "qkv"), (dict(attn="symmetric"), {"model": {}}, "holds model"),
-    (dict(attn="symmetric"), {k: v + 1 for k, v in SYM.items() if k != "norm.weight"},
-     "norm.weight"),
-    (dict(attn="symmetric"), {**SYM, "blocks.1.attn.extra": torch.zeros(1)}, "extra"),
-    (dict(attn="symmetric"), {**SYM, "head.weight": torch.zeros(5, 48),
-                              "head.bias": torch.zeros(5)}, "head.weight"),
-    (dict(attn="symmetric"), {"task": "language modelling", "model": SYM}, "task is language mod"),
-    (dict(attn="symmetric"), {"w": torch.zeros(1)}, r"the ViT: it lacks cls_token, .* in all\)"),
-    (dict(attn="rpc", pap=dict(n_iter=6)), released(), "n_iter"),
-    (dict(attn="symmetric"), released(), "rpc"),
-    (dict(attn="rpc"), released(layer=-1), "rpc_layers"),
-    (dict(attn="rpc"), released(robust=False), "symmetric")])
-def test_weights_that_do_not_fit_are_errors(kind, weights, match):
-    with pytest.raises(InputError, match=match):
-        load_weights(small(**kind), weights)
+@pytest.mark.parametrize("change,match", [
+    ({"norm.weight": None}, "norm.weight"), ({"blocks.1.attn.extra": (1,)}, "extra"),
+    ({"dist_token": (1, 1, 64)}, "dist_token"), ({"pos_embed": (1, 18, 64)}, "pos_embed"),
+    ({"patch_embed.proj.weight": None}, "no ViT with timm's names")])
+def test_weights_of_another_network_are_errors(change, match):
+    state = {**small(embed_dim=64, num_heads=1).state_dict(),
+             **{name: shape and torch.zeros(shape) for name, shape in change.items()}}
+    with pytest.raises((InputError, RuntimeError), match=match):
+        load_timm({name: w for name, w in state.items() if w is not None})
 
 
 @pytest.mark.parametrize("kind", ["scaled_s", "scaled_alpha"])
-def test_scaled_attention_loads_released_names(kind):
-    torch.manual_seed(0)
-    config = ViTConfig(**{**TINY, "embed_dim": 64, "num_heads": 1, "attn": kind})
-    model = ViT(config)
+def test_load_timm_reads_the_released_names_of_scaled_attention(kind):
+    model = small(embed_dim=64, num_heads=1, attn=kind)
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.learned.s)
     theirs = {name.replace("learned.", ""): w for name, w in model.state_dict().items()}
-    again = ViT(replace(config, **foreign_settings(theirs)))
-    load_weights(again, theirs)
-    x = torch.rand(2, 3, 32, 32)
+    again, x = load_timm(theirs), torch.rand(2, 3, 32, 32)
     assert "blocks.0.attn.s" in theirs and torch.equal(again(x), model(x))
-
-
-RAW = small(attn="softmax", embed_dim=64, num_heads=1).eval()
-OTHER = small(attn="softmax", embed_dim=64, num_heads=1, depth=3).eval()
-RAW_WEIGHTS, OTHER_WEIGHTS = RAW.state_dict(), OTHER.state_dict()
-
-
-@pytest.mark.parametrize("file", [
-    RAW_WEIGHTS, {"model": RAW_WEIGHTS, "optimizer": {"state": {}}}, {"state_dict": RAW_WEIGHTS},
-    *({name: RAW_WEIGHTS, "epoch": 3} for name in ("model_state_dict", "module", "net")),
-    *({"state_dict": {prefix + name: w for name, w in RAW_WEIGHTS.items()}}
-      for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model.",
-                     "_forward_module."))])
-def test_wrapped_foreign_weights_load(file):
-    model, row, notes = foreign_vit(file)
-    x = torch.rand(2, 3, 32, 32)
-    assert torch.equal(model(x), RAW(x)) and not model.training
-    assert row == dict(weights="model", num_heads=1, eps=1e-6, normalize="imagenet")
-    assert [note.split()[0] for note in notes] == ["--num_heads", "--norm_eps", "--normalize"]
-
-
-@pytest.mark.parametrize("name", ["model_ema", "state_dict_ema"])
-def test_the_average_in_a_foreign_file_loads(name):
-    x = torch.rand(2, 3, 32, 32)
-    model, row, _ = foreign_vit({"model": RAW_WEIGHTS, name: OTHER_WEIGHTS}, weights="ema")
-    assert torch.equal(model(x), OTHER(x)) and row["weights"] == "ema"
-    with pytest.raises(InputError, match="model_ema or .* holds state_dict, epoch"):
-        foreign_vit({"state_dict": RAW_WEIGHTS, "epoch": 3}, weights="ema")
-
-
-def test_assumptions_about_a_foreign_file_can_be_replaced():
-    given = dict(num_heads=4, eps=1e-5, normalize="half")
-    model, row, notes = foreign_vit(RAW_WEIGHTS, image_size=48, **given)
-    config = replace(RAW.config, num_heads=4, eps=1e-5, image_size=48, mean=(0.5,) * 3,
-                     std=(0.5,) * 3)
-    expected = ViT(config)
-    load_weights(expected, RAW_WEIGHTS)
-    x = torch.rand(2, 3, 48, 48)
-    assert torch.equal(model(x), expected.eval()(x)) and row == dict(weights="model", **given)
-    assert len(notes) == 1 and "17 to 37 tokens" in notes[0]
-
-
-@pytest.mark.parametrize("change,match", [
-    (dict(norm_pre=torch.ones(64)), "norm_pre"), (dict(dist_token=torch.ones(1, 1, 64)), "dist_"),
-    (dict(teacher_cls_token=torch.ones(1, 1, 64)), "several networks")])
-def test_a_foreign_vit_with_unknown_parts_fails(change, match):
-    file = {name + ".weight" * (name == "norm_pre"): w for name, w in change.items()}
-    with pytest.raises(InputError, match=match):
-        foreign_vit({**RAW_WEIGHTS, **file})
-
-
-def test_a_foreign_backbone_without_head_is_an_error():
-    with pytest.raises(InputError, match="head"):
-        foreign_vit({name: w for name, w in RAW_WEIGHTS.items() if not name.startswith("head.")})
-
-
-def test_settings_of_a_foreign_file_follow_its_shapes():
-    raw = small(attn="softmax", embed_dim=64, num_heads=1, mlp_ratio=2.0).state_dict()
-    assert foreign_settings(raw) == dict(embed_dim=64, depth=2, num_heads=1, patch_size=8,
-                                         mlp_ratio=2.0, attn="softmax")
-    with pytest.raises(InputError, match="symmetric or RPC; the file does not store which"):
-        foreign_settings(SYM)
-    for layer, layers in ((0, (0,)), (1, (1,)), (-1, (0, 1))):          # -1: all
-        assert foreign_settings(released(layer=layer))["rpc_layers"] == layers
-
-
-
-def test_unused_queries_of_released_files_are_dropped():
-    m, again = small(attn="sym_asym"), small(attn="sym_asym", depth=2)
-    weights, x = dict(m.state_dict()), torch.rand(2, 3, 32, 32)
-    for end, w in (("weight", torch.randn(48, 48)), ("bias", torch.randn(48))):
-        weights[f"blocks.0.attn.qkv.{end}"] = torch.cat([w, weights[f"blocks.0.attn.qkv.{end}"]])
-    torch.nn.init.zeros_(again.blocks[0].attn.qkv.weight)
-    load_weights(again, weights)
-    assert torch.equal(again(x), m(x))
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", None])
