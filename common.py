@@ -114,9 +114,12 @@ def parse_flags(parser, task, recipes, default):
 
 
 def parse_layers(text, depth):
-    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers."""
+    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers. InputError without a layer."""
     spans = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
-    return tuple(i for span in spans for i in range(int(span[0]), int(span[-1]) + 1))
+    layers = tuple(i for span in spans for i in range(int(span[0]), int(span[-1]) + 1))
+    if not layers:
+        raise InputError(f"--rpc_layers {text} names no layer; write for example 0-2")
+    return layers
 
 
 def new_run(folder):
@@ -279,7 +282,7 @@ def load(path):
         with torch.serialization.safe_globals([argparse.Namespace]):    # DeiT's files contain one
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:                                          # torch.load raises many types
-        raise InputError(f"{path} cannot be loaded: {str(e).splitlines()[0]:.200}") from None
+        raise InputError(f"{path} cannot be loaded: {repr(e):.200}") from None
 
 
 def check_unchanged(checkpoint, now):

@@ -63,14 +63,12 @@ def log(folder, what="loss"):
 
 
 def assert_same_run(a, b, name="last.pt"):
-    """Compare logs, weights, averages and optimisers of two folders bit for bit."""
+    """Compare logs, weights and optimisers of two folders bit for bit."""
     assert rows(a) == rows(b)
     x, y = (common.load(Path(folder, name)) for folder in (a, b))
     assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN != NaN
-    for part in ("model", "ema"):
-        x_part, y_part = (c.get(part) or {} for c in (x, y))
-        assert x_part.keys() == y_part.keys()
-        assert all(torch.equal(x_part[k], y_part[k]) for k in x_part)
+    assert x["model"].keys() == y["model"].keys()
+    assert all(torch.equal(x["model"][k], y["model"][k]) for k in x["model"])
     for p, state in x["optimizer"]["state"].items():
         for k, value in state.items():
             other = y["optimizer"]["state"][p][k]

@@ -30,24 +30,25 @@ from runs import (assert_same_run, call, flags, log, make_pairs, make_text, make
 SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 # an epoch of cls and of seg has three steps; the last batch of seg is short
 SMALL = dict(
-    cls="--model nano --num_images 48 --image_size 16 --patch_size 4 --batch_size 16 --log_every 1 "
+    cls="--model nano --num_images 48 --image_size 16 --patch_size 4 --batch_size 16 "
         "--epochs 8 --eval_every 100",
     lm="--data_dir text --attn rpc --context 8 --batch_size 4 --steps 30 --words 5 --warmup 5 "
-       "--log_every 1 --eval_every 3",
+       "--eval_every 3",
     seg="--data camvid --data_dir pairs --num_classes 4 --size 32 --patch_size 8 --batch_size 4 "
-        "--epochs 8 --log_every 1 --num_workers 0 --eval_every 100 --dropout 0.1 "
+        "--epochs 8 --num_workers 0 --eval_every 100 --dropout 0.1 "
         "--drop_path 0.1")
 # every flag that adds random numbers or state
 RANDOM = dict(
     cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
-        "--repeats 3 --ema 0.9 --drop_path 0.1 --adv_eps 2/255 --adv_steps 2",
+        "--repeats 3 --drop_path 0.1 --adv_eps 2/255 --adv_steps 2",
     lm="--attn softmax --cutoffs 5,10", seg="")
 each = pytest.mark.parametrize("name", SCRIPTS)
 
 
 @pytest.fixture(autouse=True)
-def data_of_all_three(alone):
+def data_of_all_three(alone, monkeypatch):
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
     make_text()
     make_pairs()
 
@@ -79,15 +80,14 @@ def test_resumed_run_is_bit_identical(name):
     assert_same_run("whole", "parts")
     if name == "lm":
         assert_same_run("whole", "parts", "best.pt")
-    assert name != "cls" or common.load("parts")["ema"]
 
 
 @each
 def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
     """Copy the folder before each row, evaluation and checkpoint; every copy can resume."""
-    run = dict(cls="--num_images 18 --epochs 2 --eval_every 1 --keep_best",
+    run = dict(cls="--num_images 18 --holdout 2 --epochs 2 --eval_every 1",
                lm="--max_steps 2 --eval_every 1",
-               seg="--epochs 2 --batch_size 9 --eval_every 1 --keep_best")[name]
+               seg="--epochs 2 --batch_size 9 --eval_every 1")[name]
     killed = []
 
     def copied_before(function):
@@ -107,7 +107,6 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
         resume(name, folder, "--max_steps 2" if name == "lm" else "")
         for file in (path.name for path in Path("whole").glob("*.pt")):
             assert_same_run("whole", folder, file)
-        assert not list(Path(folder).glob("*.tmp"))                 # no remains of the kill
     before = Path("whole/last.pt").read_bytes()
     capsys.readouterr()
     resume(name, "whole --max_steps 1")                 # no step is left: prints the result
@@ -126,10 +125,12 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
         metrics = {**found, what: next(numbers)}
         return (metrics, None) if name == "seg" else metrics
     monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
-    # a tenth is held out; three steps per epoch remain
-    epoch = dict(cls="--num_images 54 --eval_every 1", lm="--eval_every 3",
-                 seg="--batch_size 3 --eval_every 1")[name]
-    train(name, "--max_steps 6 --keep_best --out_dir a", epoch)
+    # held-out images choose best.pt; three steps per epoch remain
+    epoch = dict(cls="--num_images 54 --holdout 6 --eval_every 1", lm="--eval_every 3",
+                 seg="--data folder --data_dir masks --batch_size 3 --eval_every 1")[name]
+    for part in ("images", "annotations"):              # your own masks, one folder for each part
+        shutil.copytree(f"pairs/{part}/training", f"masks/{part}")
+    train(name, "--max_steps 6 --out_dir a", epoch)
     resume(name, "a --max_steps 9")
     assert common.load("a/best.pt")["step"] == common.load("a/last.pt")["best"]["step"] == 6
 
@@ -140,14 +141,13 @@ def test_ctrl_c_prints_the_command_that_resumes(name):
     process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
     wait_for("a/last.pt", process)
     assert "a holds a run: continue it with --resume a" in bad(name, "--out_dir a")
-    assert "another process trains in a" in refused(SCRIPTS[name], "--resume a --max_steps 1")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    step, last = common.load("a/last.pt")["step"], err.splitlines()[-1]
-    assert process.poll() != 0 and "Traceback" not in err
+    out, err = process.communicate()
+    step, last = common.load("a/last.pt")["step"], out.splitlines()[-1]
+    assert process.poll() == 130 and "Traceback" not in err
     assert last.startswith("stopped by Ctrl-C") and last.endswith("--resume a")
     resume(name, "a --max_steps", [step + 2])
-    assert list(log("a")) == list(range(1, step + 3)) and not list(Path("a").glob("*.tmp"))
+    assert list(log("a")) == list(range(1, step + 3))
 
 
 @each
@@ -177,9 +177,8 @@ class EveryStep:
 
 
 @each
-@pytest.mark.parametrize("wrong, last, advice", [("norm", 5, True), ("norm", 1, False),
-                                                 ("weight", 6, False)])
-def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, advice, monkeypatch):
+@pytest.mark.parametrize("wrong, last", [("norm", 5), ("norm", 1), ("weight", 6)])
+def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, monkeypatch):
     """A step's loss uses the weights before the step, so the weights are checked, too."""
     def spoil(step, gradients):
         if step == last and wrong == "norm":
@@ -187,9 +186,9 @@ def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, advice, 
         if step == last:
             gradients[-1].view(-1)[0] = float("inf")            # after the gradient was clipped
     EveryStep(monkeypatch, spoil)
-    found = bad(name, "--max_steps 9 --log_every 9 --out_dir a")
+    monkeypatch.setattr(common, "LOG_EVERY", 9)
+    found = bad(name, "--max_steps 9 --out_dir a")
     assert f"not finite at step {last}: " in found
-    assert ("--lr" in found) == advice                          # no rate was used before step 1
     if last == 1:
         return
     assert found.endswith("--resume a") and common.load("a/last.pt")["step"] == 3
@@ -206,12 +205,13 @@ def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
             now[0] += seconds
             return function(*args, **how)
         return slow
-    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(SCRIPTS[name], "evaluate", wait(100, real))
     monkeypatch.setattr(common, "save", wait(1000, save))
+    monkeypatch.setattr(common, "LOG_EVERY", 2)
     EveryStep(monkeypatch, wait(0.5))
     often = dict(cls="--num_images 32 --eval_every 1", lm="--eval_every 2", seg="--eval_every 1")
-    train(name, often[name], "--max_steps 4 --log_every 2 --out_dir a")
+    train(name, often[name], "--max_steps 4 --out_dir a")
     rates = [value for line in Path("a/log.jsonl").read_text().splitlines()
              for key, value in json.loads(line).items() if key.endswith("_per_s")]
     assert len(rates) >= 2 and set(rates) == {2 * dict(cls=16, lm=4 * 8, seg=4)[name]}
@@ -230,16 +230,13 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
         line = refused(SCRIPTS[name], "--resume a --max_steps 3")
         Path("a/last.pt").write_bytes(whole)
         return line
-    optimizer = common.load("a/last.pt")["optimizer"]
-    momentum = [{**group, "momentum": 0.9} for group in optimizer["param_groups"]]
-    assert "optimiser" in stored(optimizer={**optimizer, "param_groups": momentum})
     assert "its task is gardening" in stored(task="gardening")
-    for part, value in (("train_tokens", 7), ("vocab", "a")) if name == "lm" else (
-            ("training_images", 7), ("classes", list("wxyz"))):                 # other data
+    for part, value in (("fingerprint", 7), ("vocab", "a")) if name == "lm" else (
+            ("fingerprint", [7, 7]), ("classes", list("wxyz"))):                 # other data
         assert part in stored(**{part: value})
-    for flag, word in (("--attn symmetric", "attn"), ("--out_dir b", "out_dir"),
+    for flag, word in (("--attn symmetric", "attn"),
                        ("--n_iter 5", "pap" if name != "seg" else "n_iter"),
-                       ("--batch_size 2", "--batch_size: it was")):
+                       ("--batch_size 2", "batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
     assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # for one command
@@ -254,21 +251,10 @@ def test_printed_commands_are_quoted(capsys):
 
 
 @each
-def test_a_run_folder_may_have_any_name(name, monkeypatch, capsysbinary):
-    """Names come from the file system, where they need not be UTF-8."""
-    folder = os.fsdecode(b"caf\xe9")
-    call(lambda: common.run(SCRIPTS[name].main), SMALL[name], "--max_steps 1 --out_dir", [folder])
-    resume(name, [folder], "--max_steps 2")
-    assert list(log(folder)) == [1, 2] and common.load(folder)["step"] == 2
-    assert b"caf" in capsysbinary.readouterr().out
-
-
-@each
 def test_resumed_run_takes_and_prints_changed_flags(name, capsys):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
-    before = common.load("a/last.pt")["model"]
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
-    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later, "--ema 0.9" * (name == "cls"))
+    resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later)
     said, checkpoint = capsys.readouterr().out, common.load("a/last.pt")
     assert "'lr': 0.01" in said and "'clip': 1e-09" in said and "batch_size" not in said
     args = Namespace(**checkpoint["args"])
@@ -281,8 +267,6 @@ def test_resumed_run_takes_and_prints_changed_flags(name, capsys):
     else:
         groups = checkpoint["optimizer"]["param_groups"]
         assert args.epochs == 9 and [group["weight_decay"] for group in groups] == [0.5, 0]
-    for k, average in (checkpoint.get("ema") or {}).items():    # the average starts at `before`
-        torch.testing.assert_close(average, before[k].lerp(checkpoint["model"][k], 0.1))
 
 
 @each
@@ -316,7 +300,7 @@ def test_two_processes_print_no_warning(name):
 def test_two_processes_equal_one(name):
     """Dropout is off, because masks differ per process. seg: numbers of ignored pixels differ."""
     extra = dict(cls="--num_images 85 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 "
-                     "--repeats 3 --ema 0.9 --adv_eps 2/255 --adv_steps 1 --max_steps 6",
+                     "--repeats 3 --adv_eps 2/255 --adv_steps 1 --max_steps 6",
                  lm="--max_steps 10 --dropout 0 --eval_every 5",
                  seg="--dropout 0 --drop_path 0 --epochs 2")
     run, steps = flags(SMALL[name], extra[name]), dict(cls=6, lm=10, seg=6)[name]
@@ -340,26 +324,22 @@ def test_two_processes_equal_one(name):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-# The expected line names the flag, or the word after "->".
+# The expected line names the flag, or the word after "->". Python, PyTorch and argparse report
+# other mistakes themselves, with or without a traceback.
 OF_ALL = """
---batch_size 0; --batch 16; --attn linear; --max_steps 0; --lr nan; --lr -1; --lr 1e300
---lambd -1; --rpc_layers foo; --rpc_layers 9; --rpc_layers 2-0; --seed -1; --device cdua
---device cuda:99; stray; --resume nowhere -> nowhere; --resume notes.txt -> notes.txt
---out_dir notes.txt -> notes.txt
+--attn linear; --rpc_layers 9; --rpc_layers 2-0; --resume nowhere -> nowhere
+--resume notes.txt -> notes.txt
 """
 BAD = dict(cls="""
 --data cifar10 -> --data_dir; --data imagenet --data_dir nowhere -> nowhere
 --data_dir nowhere -> nowhere; --data shapes --data_dir nowhere -> --data_dir; --image_size 18
---data folder -> --data_dir
---num_images 10 -> batch_size; --mixup 0.8 --batch_size 15; --holdout 160; --adv_eps 2
+--data folder -> --data_dir; --num_images 10 -> batch_size; --holdout 160; --adv_eps 2
 --init_from nowhere.pt -> nowhere
 """, lm="""
---data wikitext --data_dir nowhere -> nowhere; --context 100000; --cutoffs 5,x; --cutoffs 10,5
---sample nowhere -> nowhere; --prompt=purple -> purple
+--context 100000; --cutoffs 10,5; --sample nowhere -> nowhere; --prompt=purple -> purple
 """, seg="""
 --data ade20k --data_dir nowhere -> nowhere; --size 18; --backbone nowhere -> patch_size
 --data shapes --data_dir a -> data_dir; --window 20; --stride 40; --num_classes 3 -> value 4
---num_classes 300
 """)
 
 
@@ -369,6 +349,6 @@ def test_bad_flags_end_in_one_line(name, monkeypatch):
     for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
         flag, _, word = row.partition(" -> ")
         assert (word or flag.split()[0].strip("-")) in bad(name, "--max_steps 2", flag), row
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(common, "start_processes", lambda device: (0, 3, torch.device("cpu")))
     assert "expected a multiple of 3" in bad(name, "--max_steps 2")
     assert not list(Path(".").rglob("*.pt")) and "root" in Path("notes.txt").read_text()
