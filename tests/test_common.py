@@ -1,28 +1,21 @@
-"""Test common.py: files survive kills and full disks; errors are one line."""
+"""Test common.py: files survive kills; an error in the user's input is one line."""
 
 import importlib.util
-import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import common
-import train_cls
 from common import InputError, Log, load, save
-from processes import Started, finish
-from runs import refused
-from vit import ViTConfig
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -70,24 +63,13 @@ def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
             save(path, bad)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    elif isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            save(path, bad)
-    else:                                                           # the error is one line
-        with pytest.raises(InputError, match=rf"^{path} cannot be written \([^\n]*kept$"):
+    else:
+        with pytest.raises(type(error)):
             save(path, bad)
     assert load(path) == dict(step=1)
     assert error is None or os.listdir(tmp_path) == ["last.pt"]
     save(path, dict(step=3))                                        # remains do no harm
     assert load(path) == dict(step=3)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file that is always full")
-def test_log_on_a_full_disk_is_an_error(tmp_path):
-    log = Log(tmp_path, 0)
-    log.file = open("/dev/full", "a")
-    with pytest.raises(InputError, match="log.jsonl cannot be written .No space left"):
-        log.append(dict(step=1))
 
 
 def test_broken_checkpoints_are_named(tmp_path):
@@ -105,16 +87,11 @@ def test_broken_checkpoints_are_named(tmp_path):
         load("nowhere")
 
 
-def test_unknown_fields_of_a_config_are_named(capsys):
-    found = common.stored_config(dict(model_config=dict(dropuot=0.1, depth=3)), ViTConfig)
-    assert found == ViTConfig(depth=3) and "dropuot" in capsys.readouterr().out
-
-
 def test_a_resumed_optimiser_takes_this_commands_settings():
     """lr, weight decay and fused (GPU only) come from this command, not from the checkpoint."""
-    def make(kind=torch.optim.AdamW, **how):
+    def make(**how):
         model = torch.nn.Linear(2, 2)
-        optimizer = kind(model.parameters(), **how)
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         return optimizer
@@ -124,10 +101,6 @@ def test_a_resumed_optimiser_takes_this_commands_settings():
     assert (group["lr"], group["weight_decay"], group["fused"]) == (0.5, 0.3, None)
     for a, b in zip(was.state.values(), now.state.values(), strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
-    frozen = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
-    for other in (make(torch.optim.SGD), frozen):
-        with pytest.raises(InputError, match="optimiser"):
-            common.load_optimizer(other, was.state_dict())
 
 
 # --- log ------------------------------------------------------------------------------------------
@@ -139,74 +112,26 @@ def test_a_log_is_cut_after_the_step(tmp_path):
     log = Log(path.parent, 0)
     for row in (*kept, dict(step=3)):
         log.append(row)
-    (path.parent / "last.pt.1.tmp").write_text("of a process that was killed")
     Log(path.parent, 3)
     assert os.listdir(path.parent) == ["log.jsonl"]
     assert common.read_log(path) == [*kept, dict(step=3)]
     Log(path.parent, 2).append(dict(step=3, again=True))
     assert common.read_log(path) == [*kept, dict(step=3, again=True)]
-    for end, steps in (('{"step": 2, "lo', [1, 3]), ("", [1, 3]), ('{"step": 2}\n', [1, 2, 3])):
-        path.write_text('{"step": 1}\n' + end)
-        Log(path.parent, 2).append(dict(step=3))
-        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
     path.write_text('{"step": 0, "args": {}}\n{"step": 1}\n')
     Log(path.parent, 0)                                             # a new run: its log is empty
     assert path.read_text() == ""
 
 
-def test_a_broken_row_is_named_with_its_line(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
-    before = path.read_bytes()
-    for read in (common.read_log, lambda path: Log(path.parent, 3)):
-        with pytest.raises(InputError, match="log.jsonl, line 2 .*delete that line"):
-            read(path)
-    assert path.read_bytes() == before
-
-
 def test_numbers_not_finite_are_named(tmp_path):
     log = Log(tmp_path, 0)
-    for row in (dict(loss=math.nan), dict(eval=dict(top1=-math.inf))):
-        with pytest.raises(InputError, match="not finite at step 1"):
-            log.append(dict(step=1, **row))
+    with pytest.raises(InputError, match="not finite at step 1: top1"):
+        log.append(dict(step=1, eval=dict(top1=-math.inf)))
     assert common.read_log(log.path) == []
     rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert common.finite_means(rows, 8) == [2, 3]
     rows[1, 1] = math.inf
     with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
         common.finite_means(rows, 8)
-
-
-def test_files_of_two_addresses_stay_apart(tmp_path, monkeypatch):
-    """Two addresses may end in the same file name, as files of different models do."""
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-
-    def download(address, path, *args, **how):
-        downloaded.append(address)
-        torch.save(dict(address=address), path)
-    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
-    downloaded, addresses = [], [f"https://a.org/{name}/pytorch_model.bin?x=1" for name in "ab"]
-    for address in 2 * addresses:
-        assert load(address) == dict(address=address)
-    assert downloaded == addresses                                  # each file once
-
-
-def test_a_failed_download_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    with pytest.raises(InputError, match="https://127.0.0.1:9/a.pt cannot be downloaded"):
-        load("https://127.0.0.1:9/a.pt")
-
-
-def test_numpy_scalars_are_read_other_objects_named(tmp_path):
-    state = dict(epoch=np.int64(3), best=np.float64(0.5), loss=np.float32(2), done=np.bool_(True),
-                 losses=np.arange(3.0), model={"w": torch.ones(2)})
-    torch.save(state, tmp_path / "numpy.pt")
-    found = load(tmp_path / "numpy.pt")
-    assert [found[name] for name in ("epoch", "best", "loss", "done")] == [3, 0.5, 2, True]
-    assert found["losses"].tolist() == [0, 1, 2]
-    torch.save(dict(config=Fraction(1, 2)), tmp_path / "object.pt")
-    with pytest.raises(InputError, match="object.pt holds an object of fractions.Fraction"):
-        load(tmp_path / "object.pt")
 
 
 # --- processes and messages -----------------------------------------------------------------------
@@ -229,7 +154,7 @@ def test_threads_spin_briefly_and_flush_denormals():
 
 
 def test_the_users_own_spin_count_wins(monkeypatch):
-    before_torch = (ROOT / "common.py").read_text().split("import numpy")[0]
+    before_torch = (ROOT / "common.py").read_text().split("import torch")[0]
     for own, spins in (({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
                        ({"OMP_WAIT_POLICY": "passive"}, None)):
         monkeypatch.setattr(os, "environ", dict(own))
@@ -257,11 +182,6 @@ def test_code_version_names_a_commit_or_no_git(tmp_path):
     assert copy.code_version()["commit"] == "no git"
 
 
-def test_empty_flags_are_errors():
-    for flag in ("--data_dir", "--resume", "--init_from", "--out_dir"):
-        assert f"{flag} has an empty value" in refused(train_cls, [flag, ""])
-
-
 def test_rpc_layers_are_read():
     for text, layers in (("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("0,2-3", (0, 2, 3))):
         assert common.parse_layers(text, 4) == layers
@@ -282,24 +202,8 @@ def test_input_errors_are_one_line_bugs_are_tracebacks(monkeypatch):
             common.run(partial(fail, bug))
 
 
-def fail(error, wait=0):
-    common.WAIT = wait
+def fail(error):
     raise error
-
-
-def test_rank_0_alone_prints_an_input_error():
-    """Rank 1 waits until torchrun ends the process; the error is printed only after this wait."""
-    first, second, only = (Started(partial(fail, InputError("no a.jpg"), wait), [], RANK=rank)
-                           for rank, wait in (("0", 99), ("1", 99), ("1", 0)))
-    assert first.communicate()[1] == only.communicate()[1] == "error: no a.jpg\n"
-    assert second.poll() is None
-    second.send_signal(signal.SIGTERM)
-    assert second.communicate()[1] == ""
-
-
-def test_names_that_are_no_utf8_are_printed():
-    name = os.fsdecode(b"caf\xe9")
-    assert finish(Started(partial(common.print0, name), [])) == "caf\\udce9\n"
 
 
 def test_bars_in_table_cells_are_escaped():
