@@ -51,10 +51,10 @@ def get_args():
                    "folder contains one, else last.pt; default: %(default)s)")
     p.add_argument("--image", help="look at this JPEG, PNG or WebP file, or at a folder of them "
                    "(default: a rendered scene)")
-    p.add_argument("--scene", type=common.number(int, 0), default=35,
+    p.add_argument("--scene", type=int, default=35,
                    help="render the test scene with this number (default: %(default)s)")
-    p.add_argument("--noise", type=common.number(int, 0), help="replace this many patches by noise "
-                   "(default: 6 in a rendered scene, 0 in your image)")
+    p.add_argument("--noise", type=int, help="replace this many patches by noise (default: 6 in a "
+                   "rendered scene, 0 in your image)")
     p.add_argument("--out", help="write to this file (default: look.png, for a folder look.csv)")
     return p.parse_args()
 
@@ -143,7 +143,7 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
     features = model.features(images)                   # the input of each block, by name
     inputs = [features[name] for name in ("embed", *model.layers())]
     rows = [[(likeliest(model, images, classes, 1), to_picture(images[0]))]]
-    table = []
+    table, verdicts = [], []
     for i, (block, x) in enumerate(zip(model.blocks, inputs)):
         x = block.norm1(x)
         steps = block.attn.trace(x)
@@ -158,8 +158,13 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
             S = S / S.mean().clamp_min(1e-12)
             rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
             filled = 100 * (step["S"] != 0).double().mean()
-            means = [f"{S[where].mean():.2f}" for where in (hit, ~hit)] if noise else []
-            table.append([i, n, f"{filled:.0f} %", *means])
+            means = [S[where].mean().item() for where in (hit, ~hit)] if noise else []
+            table.append([i, n, f"{filled:.0f} %", *(f"{mean:.2f}" for mean in means)])
+        if noise:                                                       # of the last step
+            on, off = means
+            word = "larger" if on > off else "smaller" if on < off else "not larger"
+            verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
+                            f"in layer {i}, step {n}; 1 is the mean over all patches.")
 
     notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
              "patches."]
@@ -168,7 +173,7 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
         print(f"\n{common.table(table, header)}")
         notes.append("|S| per patch: black is 0, light yellow is twice the mean.")
     if table and noise:
-        print("S on noise: mean size of S on the noisy patches; 1 is the mean over all patches.")
+        print("\n".join(verdicts))
         notes.append("Blue frames: patches replaced by noise. S should be large there.")
     return draw_sheet(rows, notes, hit)
 
@@ -241,10 +246,9 @@ def main():
         raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
                                 f"layers with attention maps; expected a ViT, a Segmenter, or a "
                                 f"folder for --image")
-    with common.error_prefix(f"--ckpt {args.ckpt}"):
-        rebuild = (segmenter_from_checkpoint if task == "segmentation" else
-                   fan_from_checkpoint if fan else classifier_from_checkpoint)
-        model = rebuild(checkpoint).requires_grad_(False)
+    rebuild = (segmenter_from_checkpoint if task == "segmentation" else
+               fan_from_checkpoint if fan else classifier_from_checkpoint)
+    model = rebuild(checkpoint).requires_grad_(False)
 
     # Write a table for a folder, or a picture for an image.
     out = args.out or ("look.csv" if folder else "look.png")

@@ -66,6 +66,9 @@ def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
     steps = model.blocks[0].attn.trace(model.blocks[0].norm1(model.embed(noisy)))
     rows = [line.split("|")[1:-1] for line in result.splitlines() if line.startswith("| 0")]
     assert len(rows) == 4
+    on, off = (cell.strip() for cell in rows[-1][-2:])
+    word = "larger" if float(on) > float(off) else "smaller"
+    assert f"S is {word} on the noise than elsewhere: {on} against {off} in layer 0" in result
     for n, (row, step) in enumerate(zip(rows, steps), 1):
         S = step["S"].abs().sum((1, 3))[0, 1:]
         S = S / S.mean()
@@ -187,7 +190,7 @@ def test_bad_input_gives_one_line(run, classifier, tmp_path):
     text.write_text("no picture")
     fan = FAN(FANConfig(embed_dim=16, depth=1, num_heads=1, image_size=32, patch_size=4,
                         num_classes=10))
-    save(tmp_path / "fan.pt", fan)
+    save(tmp_path / "fan.pt", fan, architecture="fan")
     save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
     for flags, word in ((("--image", text), "text.jpg"),
                         (("--image", tmp_path / "lost.jpg"), "cannot read "),
@@ -196,7 +199,6 @@ def test_bad_input_gives_one_line(run, classifier, tmp_path):
                         (("--ckpt", tmp_path / "words.pt"), "stores no classes"),
                         (("--out", tmp_path / "no" / "look.png"), "look.png"),
                         (("--ckpt", ROOT / "weights/seg_shapes_rpc.pt", "--image", tmp_path),
-                         "is a Segmenter"),
-                        (("--scene", -1), "--scene")):
+                         "is a Segmenter")):
         result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
         assert word in result and result.count("error: ") == 1, (flags, result)
