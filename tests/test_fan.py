@@ -215,7 +215,8 @@ def test_two_processes_equal_one(tiny):
 def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
-    config = fan_from_checkpoint(common.load("rpc")).config
+    model = fan_from_checkpoint(common.load("rpc"))
+    config = model.config
     assert (config.attn, config.class_attn) == ("rpc", "symmetric")
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
     assert common.load("rpc")["architecture"] == "fan"
@@ -225,6 +226,5 @@ def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
     table = capsys.readouterr().out
     assert all(kind in table for kind in ("fan rpc 4iter/layer0", "fan symmetric",
                                           "| rpc 4iter/layer0"))
-    model, _ = probe.load_model("rpc")
     heads = probe.capture(model, torch.rand(2, 3, 16, 16))
     assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

@@ -39,9 +39,10 @@ def test_shipped_files_store_settings_and_no_paths(name):
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_classifiers_have_the_stated_recipe_and_accuracy(name, monkeypatch):
+def test_classifiers_have_the_stated_recipe_and_accuracy(name, monkeypatch, tmp_path):
     checkpoint = common.load(WEIGHTS / f"{name}.pt")
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2]])
+    monkeypatch.setattr(sys, "argv", ["train_cls.py", "--attn", name.partition("_")[2], "--out_dir",
+                                      str(tmp_path / "run")])
     today = vars(train_cls.get_args()[0])
     known = today.keys() & checkpoint["args"].keys() - {"init", "out_dir"}
     assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
