@@ -40,7 +40,7 @@ from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, largest_share, load_data, split_name
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import DROPOUT, epoch_order, seed_from
-from vit import SIZES, ViT, ViTConfig, resize_pos_embed
+from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
 
 def get_args():
@@ -265,10 +265,9 @@ def load_weights(model, path):
     """
     checkpoint, own, c = common.load(path), model.state_dict(), model.config
     if "task" not in checkpoint:                        # a file of DeiT, timm or the released code
-        from vit import load_timm
         checkpoint = dict(model=load_timm(checkpoint).state_dict())
     weights, side = dict(checkpoint["model"]), c.image_size // c.patch_size
-    if weights.get("pos_embed", own.get("pos_embed")).shape != own["pos_embed"].shape:
+    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # not a FAN
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
     if len(weights["head.weight"]) != c.num_classes:
         common.print0(f"{path}: the head for {c.num_classes} classes is new")

@@ -15,13 +15,13 @@ import train_cls
 from data.shapes import load_shapes
 from robust.adversarial import adversarial
 from runs import call, log, make_tree, refused
-from vit import ViT, ViTConfig, classifier_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, classifier_from_checkpoint, resize_pos_embed
 
 pytestmark = pytest.mark.usefixtures("alone")
-SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 --batch_size 16 "
-         "--log_every 1").split()
+SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 "
+         "--batch_size 16").split()
 IMAGENET = ("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 "
-            "--warmup_epochs 1 --num_workers 0 --log_every 1").split()
+            "--warmup_epochs 1 --num_workers 0").split()
 train, bad = partial(call, train_cls.main), partial(refused, train_cls)
 
 
@@ -80,19 +80,30 @@ def test_init_from_sets_weights_and_model(imagenet, capsys):
     assert "head for 3 classes is new" in capsys.readouterr().out and len(fine["head.weight"]) == 3
     assert (fine[patches] - first[patches]).abs().max() < 1e-5
 
-    line = bad(SMALL, "--attn softmax --init_from sym")
-    assert line.startswith("error: --init_from sym") and "blocks.0.attn.qkv" in line
-    deit = ViT(ViTConfig(image_size=32, patch_size=16, embed_dim=96, depth=6, num_heads=3))
+    with pytest.raises(RuntimeError, match="blocks.0.attn.qkv"):    # the message of PyTorch
+        train(SMALL, "--attn softmax --out_dir other --init_from sym")
+
+
+def test_init_from_reads_files_of_timm_and_of_another_image_size(capsys):
+    deit = ViT(ViTConfig(image_size=32, patch_size=16, num_classes=7, **SIZES["tiny"]))
     common.save("deit.pt", dict(model=deit.state_dict()))
-    train("--num_images 40 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax "
-          "--out_dir like")
-    assert "flags from deit.pt: {'model': 'micro', 'patch_size': 16}" in capsys.readouterr().out
-    call(train_cls.get_args, "--init_from deit.pt --attn softmax --patch_size 8")
-    assert "flags from deit.pt: {'model': 'micro'}\n" in capsys.readouterr().out
-    args = common.load("like")["args"]
-    assert (args["model"], args["image_size"]) == ("micro", 32)
+    train("--num_images 8 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --model "
+          "tiny --image_size 64 --patch_size 16 --lr 0 --warmup_epochs 0 --out_dir like")
+    assert "head for 10 classes is new" in capsys.readouterr().out
+    first, after = deit.state_dict(), common.load("like")["model"]
+    patches, larger = "patch_embed.proj.weight", resize_pos_embed(deit.pos_embed, (4, 4), "bicubic")
+    assert (first[patches] - after[patches]).abs().max() < 1e-5
+    torch.testing.assert_close(after["pos_embed"], larger.detach(), rtol=0, atol=1e-5)
     Path("deit.pt").unlink()
     train("--resume like --max_steps 2")                            # no longer needs the file
+
+
+def test_init_from_loads_a_fan():
+    run = "--model fan_tiny --num_images 8 --batch_size 4 --max_steps 1 --image_size 16 --patch_size 4"
+    train(run, "--out_dir first")
+    train(run, "--init_from first --out_dir second")
+    first, second = (common.load(name)["model"] for name in ("first", "second"))
+    assert all((first[k] - second[k]).abs().max() < 1e-4 for k in first if k.endswith("weight"))
 
 
 def test_initialisation_is_pytorchs_unless_init_changes_it():
