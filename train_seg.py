@@ -91,7 +91,7 @@ def get_args():
          help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="start from the encoder of this checkpoint (a file or https address); "
+    flag("--backbone", help="start from the encoder of this checkpoint; "
          "it determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
          "shapes, else none)")
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
@@ -307,7 +307,7 @@ def main():
     evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                       num_workers=args.num_workers)                 # for `evaluate`, `predictions`
     train = load_segmentation(args, "train")                        # a Dataset with .classes
-    val = load_segmentation(args, "val")
+    val = load_segmentation(args, "val" if keep_best else "test")
     split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
