@@ -13,6 +13,7 @@ from pathlib import Path
 
 import common
 from common import InputError
+from eval_robust import MODEL, measure_text, row_key
 
 try:
     import matplotlib.pyplot as plt
@@ -37,31 +38,34 @@ def training_curves(rows):
 
 
 def budget_curves(rows):
-    """Convert the rows of results.jsonl to {attack: {model: [(eps in 1/255, top-1 in %)]}}.
+    """Convert the rows of results.jsonl to {attack: {key: (label, [(eps in 1/255, top-1 in %)])}}.
 
-    A curve begins with the clean accuracy, at eps = 0, if the rows contain it. Measures without eps
-    have no curve.
+    The rows of a curve differ in eps only: `key` contains everything else. A curve begins with the
+    clean accuracy, at eps = 0, if the rows contain it. Measures without eps have no curve.
     """
-    clean = {row["model"]: row["top1"] for row in rows if row["name"] == "clean" and "top1" in row}
+    same = (*MODEL, "data", "fingerprint", "seed")
+    clean = {row_key(row, same): row.get("top1") for row in rows if row["name"] == "clean"}
     curves = {}
     for row in rows:
-        eps = row["settings"].get("eps")
+        settings = dict(row["settings"])
+        eps = settings.pop("eps", None)
         if eps is not None and "top1" in row:
-            attack, model = row["name"], row["model"]
-            curve = curves.setdefault(attack, {}).setdefault(
-                model, [(0, clean[model])] if model in clean else [])
+            key, start = row_key(row | dict(settings=settings)), clean.get(row_key(row, same))
+            label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
+            _, curve = curves.setdefault(measure_text(row["name"], settings), {}).setdefault(
+                key, (label, [] if start is None else [(0, start)]))
             curve.append((255 * eps, row["top1"]))
-    return {attack: {model: sorted(curve) for model, curve in models.items()}
+    return {attack: {key: (label, sorted(curve)) for key, (label, curve) in models.items()}
             for attack, models in curves.items()}
 
 
 def draw_panels(panels, path, xlabel):
-    """Draw {panel title: {label: (colour, style, [(x, y)])}} and write the figure to path."""
+    """Draw {panel title: [(label, colour, style, [(x, y)])]} and write the figure to path."""
     rows = -(-len(panels) // 2)
     figure, axes = plt.subplots(rows, 2, squeeze=False, figsize=(9, 4.2 * rows),    # inches
                                 layout="constrained")
     for ax, (title, lines) in zip(axes.flat, panels.items()):
-        for label, (colour, style, points) in lines.items():
+        for label, colour, style, points in lines:
             ax.plot(*zip(*points), style, color=colour, label=label, markersize=4)
         ax.set(title=title, xlabel=xlabel)
         ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
@@ -73,30 +77,29 @@ def draw_panels(panels, path, xlabel):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=common.Help,
-                                allow_abbrev=False)
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = p.parse_args(argv).folders
     plt.switch_backend("Agg")                                   # no screen is needed
 
     curves, results = {}, {}
-    names = [folder.name for folder in folders]
     for i, folder in enumerate(folders):
         log, evaluations = folder / "log.jsonl", [folder / "results.jsonl",
                                                   folder / "robust/results.jsonl"]
         found = [path for path in evaluations if path.exists()]
-        run = folder.name if names.count(folder.name) == 1 else str(folder)
         if not log.exists() and not found:
             raise InputError(f"{folder} contains no log.jsonl and no results.jsonl; expected the "
                              "folder of a training or of an evaluation")
         for panel, lines in training_curves(common.read_log(log) if log.exists() else []).items():
             for name, points in lines.items():
                 style = ":" if name == "training" and panel == "loss" else "-"
-                curves.setdefault(panel, {})[f"{run}, {name}"] = f"C{i % 10}", style, points
+                curves.setdefault(panel, []).append((f"{folder}, {name}", f"C{i % 10}", style,
+                                                     points))
         for attack, models in budget_curves([row for path in found
                                              for row in common.read_log(path)]).items():
-            for model, points in models.items():
-                results.setdefault(attack, {})[f"{run}, {model}"] = None, "o-", points
+            results.setdefault(attack, []).extend((label, None, "o-", points)
+                                                  for label, points in models.values())
 
     if not curves and not results:
         raise InputError(f"{folders[0]}: its log.jsonl or results.jsonl has no rows to draw yet; "
