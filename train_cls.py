@@ -458,10 +458,11 @@ def main():
     # Print the result, if the last step was evaluated.
     if metrics:
         top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
+        minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
                       f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
                       f"{largest_share(val):.1f} % of them in the largest class) after "
-                      f"{stop / epoch_steps:.1f} epochs, {(time.perf_counter() - began) / 60:.1f} minutes")
+                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
                           f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "

@@ -452,9 +452,9 @@ def main():
 
     # Print the result, if the last step was evaluated.
     if metrics:
+        minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                      f"(segment-wise) after {stop} steps, {(time.perf_counter() - began) / 60:.1f} "
-                      f"minutes")
+                      f"(segment-wise) after {stop} steps, {minutes:.1f} minutes")
         if best:
             common.print0(f"best.pt: the lowest valid perplexity, {best['perplexity']:.2f}, was "
                           f"after {best['step']} steps")

@@ -484,10 +484,11 @@ def main():
         save_pictures(out_dir / "pictures.png", triples, val.classes)
         common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
     if metrics:
+        minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"of {metrics['classes']} classes, mean accuracy "
                       f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
-                      f"{stop / epoch_steps:.1f} epochs, {(time.perf_counter() - began) / 60:.1f} minutes")
+                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes")
         if best:
             common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
                           f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "

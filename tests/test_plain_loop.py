@@ -31,7 +31,7 @@ from timm.data.mixup import mixup_target                            # noqa: E402
 from timm.loss import SoftTargetCrossEntropy                        # noqa: E402
 from timm.optim import param_groups_weight_decay                    # noqa: E402
 from timm.scheduler import CosineLRScheduler                        # noqa: E402
-from timm.utils import ModelEmaV3, accuracy                         # noqa: E402
+from timm.utils import accuracy                                     # noqa: E402
 
 
 def order_of(f, n, step):
@@ -98,14 +98,13 @@ def update(model, loss, optimizer, clip):
 
 
 def plain_loop(f, all_images, all_labels, test, model):
-    """Train by the recipe with flags f; return the rows of the log and the averaged model."""
+    """Train by the recipe with flags f; return the rows of the log."""
     epoch_steps = len(all_labels) // f.batch_size
     groups = param_groups_weight_decay(model, f.weight_decay,
                                        no_weight_decay_list=("pos_embed", "cls_token"))
     optimizer = torch.optim.AdamW(groups, lr=f.lr, betas=(0.9, 0.999), eps=1e-8)
-    schedule = CosineLRScheduler(optimizer, f.epochs * epoch_steps, f.min_lr, t_in_epochs=False,
+    schedule = CosineLRScheduler(optimizer, f.epochs * epoch_steps, common.MIN_LR, t_in_epochs=False,
                                  warmup_t=f.warmup_epochs * epoch_steps, warmup_lr_init=1e-6)
-    average = ModelEmaV3(model, f.ema)
     rows, pending = [], []
     for step in range(f.max_steps):
         schedule.step_update(step)
@@ -118,29 +117,26 @@ def plain_loop(f, all_images, all_labels, test, model):
         torch.manual_seed(rng.seed_from(f.seed, rng.DROPOUT, step, 0))            # drop-path masks
         loss = SoftTargetCrossEntropy()(model(images), targets)
         norm = update(model, loss, optimizer, f.clip)
-        average.update(model, step + 1)
 
         step += 1
         pending.append((loss.item(), norm))
         epoch, end = step / epoch_steps, step % epoch_steps == 0 or step == f.max_steps
-        if end or step % f.log_every == 0:
+        if end or step % common.LOG_EVERY == 0:
             loss, norm = np.mean(pending, 0)
             rows.append(dict(step=step, epoch=epoch, loss=loss, grad_norm=norm, lr=lr))
             pending = []
         if step == f.max_steps or epoch % f.eval_every == 0:
-            scores = dict(evaluated(model, *test),
-                          ema_top1=evaluated(average.module, *test)["top1"])
-            rows.append(dict(step=step, epoch=epoch, eval=scores,
+            rows.append(dict(step=step, epoch=epoch, eval=evaluated(model, *test),
                              **key_statistics(model, model, images)))
-    return rows, average.module
+    return rows
 
 
 FLAGS = dict(data="shapes", num_images=62, holdout=28, model="micro", image_size=16, patch_size=8,
              attn="rpc_asym", rpc_layers="1,3", n_iter=3, lambd=0.3, form="paper", drop_path=0.3,
-             init="trunc_normal", epochs=3, batch_size=8, lr=3e-3, min_lr=2e-3, warmup_epochs=0.5,
-             weight_decay=0.4, clip=0.7, ema=0.6, pad=3, num_ops=3, erase=0.6, mixup=0.3,
-             cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10, log_every=3,
-             eval_every=2, keep_best=True, out_dir="a")
+             init="trunc_normal", epochs=3, batch_size=8, lr=3e-3, warmup_epochs=0.5,
+             weight_decay=0.4, clip=0.7, pad=3, num_ops=3, erase=0.6, mixup=0.3,
+             cutmix=0.5, smoothing=0.2, repeats=2, seed=5, device="cpu", max_steps=10,
+             eval_every=2, out_dir="a")
 MICRO = dict(embed_dim=96, depth=6, num_heads=3, rpc_layers=(1, 3), drop_path=0.3,
              pap=dict(n_iter=3, lambd=0.3, form="paper"))
 
@@ -171,7 +167,9 @@ def assert_same(weights, expected):
         torch.testing.assert_close(w, e, rtol=0, atol=5e-6, msg=lambda m: f"{name}: {m}")
 
 
-def test_a_run_equals_the_plain_loop(alone):
+def test_a_run_equals_the_plain_loop(alone, monkeypatch):
+    monkeypatch.setattr(common, "LOG_EVERY", 3)
+    monkeypatch.setattr(common, "MIN_LR", 2e-3)
     call(train_cls.main, **FLAGS)
     f, checkpoint = SimpleNamespace(**FLAGS), common.load("a/last.pt")
     images, labels, *_ = load_shapes("train", 62, 16)
@@ -179,22 +177,21 @@ def test_a_run_equals_the_plain_loop(alone):
     held, kept = order[:28], order[28:]
     torch.manual_seed(f.seed)
     model = ViT(ViTConfig(16, 8, 10, attn="rpc_asym", init="trunc_normal", **MICRO))
-    expected, average = plain_loop(f, images[kept], labels[kept], (images[held], labels[held]),
-                                   model)
+    expected = plain_loop(f, images[kept], labels[kept], (images[held], labels[held]), model)
     assert {path.name for path in Path("a").glob("*.*")} == {"log.jsonl", "last.pt", "best.pt"}
     for row, what in zip(rows("a"), expected, strict=True):
         assert_close(row, what)
     assert_same(checkpoint["model"], model.state_dict())
-    assert_same(checkpoint["ema"], average.state_dict())
 
 
-def test_a_language_model_run_equals_the_plain_loop(alone):
+def test_a_language_model_run_equals_the_plain_loop(alone, monkeypatch):
     """Compare only the first steps, because training amplifies rounding (1e-7 per step)."""
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
     make_text()
     f = dict(data="wikitext", data_dir="text", model="mini", context=12, attn="rpc",
              rpc_layers="0,2", n_iter=3, lambd=0.3, form="paper", mu_over="token", dropout=0.2,
              cutoffs="6,15", steps=20, batch_size=6, lr=5e-3, warmup=3, clip=0.3, words=0,
-             max_steps=6, log_every=1, eval_every=6, seed=5, device="cpu", out_dir="a")
+             max_steps=6, eval_every=6, seed=5, device="cpu", out_dir="a")
     call(train_lm.main, **f)
     f, corpus = SimpleNamespace(**f), load_corpus("text")
     torch.manual_seed(f.seed)
@@ -219,14 +216,15 @@ def test_a_language_model_run_equals_the_plain_loop(alone):
 
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
-def test_a_segmentation_run_equals_the_plain_loop(alone, data):
+def test_a_segmentation_run_equals_the_plain_loop(alone, data, monkeypatch):
     """Compare only the first steps. Other tests check views. ade20k uses SGD, camvid AdamW."""
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
+    monkeypatch.setattr(common, "MIN_LR", 1e-3)
     make_pairs()
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
              attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,
              form="paper", drop_path=0.3, dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3,
-             min_lr=1e-3, weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6,
-             log_every=1, eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
+             weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6, eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
     call(train_seg.main, **f)
     f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)
     torch.manual_seed(f.seed)
@@ -238,7 +236,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data):
     optimizer = (SGD if data == "ade20k" else torch.optim.AdamW)(groups, lr=1.0)
     views = TrainingViews(tree, 24, (0.5, 2.0), f.seed)
     for step, row in enumerate(row for row in rows("a") if "loss" in row):
-        lr = (f.lr - f.min_lr) * (1 - step / 12) ** 0.9 + f.min_lr
+        lr = (f.lr - common.MIN_LR) * (1 - step / 12) ** 0.9 + common.MIN_LR
         for group in optimizer.param_groups:
             group["lr"] = lr
         order, first = epoch_order(9, step // 3, f.seed), step % 3 * 4

@@ -99,7 +99,8 @@ def test_init_from_reads_files_of_timm_and_of_another_image_size(capsys):
 
 
 def test_init_from_loads_a_fan():
-    run = "--model fan_tiny --num_images 8 --batch_size 4 --max_steps 1 --image_size 16 --patch_size 4"
+    run = ("--model fan_tiny --num_images 8 --batch_size 4 --max_steps 1 --image_size 16 "
+           "--patch_size 4")
     train(run, "--out_dir first")
     train(run, "--init_from first --out_dir second")
     first, second = (common.load(name)["model"] for name in ("first", "second"))
