@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention import rpc_attention
+from attention import rpc_attention, softmax_attention
 from conftest import ROOT
 from processes import run_command
+from robust.adaptive import pap_steps
 
 PAGE = (ROOT / "docs/other_models.md").read_text()
 EXAMPLES = ROOT / "docs/examples"
@@ -99,6 +100,9 @@ NANO = """import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+class LayerNorm(nn.Module):
+    pass
+
 class CausalSelfAttention(nn.Module):
     # a stand-in for nanoGPT's class of this name, with its call of attention
     def __init__(self, n_embd, n_head, dropout):
@@ -109,22 +113,22 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x):
         q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
         if True:
+            # efficient attention using Flash Attention CUDA kernels
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=\
 self.dropout if self.training else 0, is_causal=True)
+        else:
+            y = None
         return self.c_proj(y.transpose(1, 2).flatten(2))
 """
 
 
-def test_nanogpt_trains_and_reads_no_future():
-    diff, = section("nanoGPT", "diff")
-    code = NANO
-    for hunk in re.split(r"^@@\n", diff.partition("\n")[2], flags=re.M):
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        assert code.count(old) == 1
-        code = code.replace(old, "".join(line[1:] for line in lines if line[0] in " +"))
+def test_nanogpt_trains_and_reads_no_future(tmp_path):
+    (tmp_path / "model.py").write_text(NANO)
+    subprocess.run(["git", "apply", "-"], input=section("nanoGPT", "diff")[0], cwd=tmp_path,
+                   text=True, check=True)
     torch.manual_seed(0)
-    layer, x = executed(code)["CausalSelfAttention"](16, 2, 0.1), torch.randn(2, 12, 16)
+    model = executed((tmp_path / "model.py").read_text())
+    layer, x = model["CausalSelfAttention"](16, 2, 0.1), torch.randn(2, 12, 16)
     assert train_a_step(layer, lambda: (layer(x) - x).square().mean()) == []
     assert not reads_the_future(layer.eval(), x)
     q, k, v = layer.c_attn(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
@@ -158,7 +162,7 @@ def test_timm_trains_keeps_weights_and_rejects_masks():
 @pytest.fixture
 def transformers():
     found = pytest.importorskip("transformers")
-    executed(*["\n".join(section("transformers"))])
+    found.snippet = executed("\n".join(section("transformers")))
     torch.manual_seed(0)
     return found
 
@@ -215,12 +219,80 @@ def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
     assert train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss) == []
 
 
+@pytest.mark.parametrize("name", ["Bert", "DeiT", "Dinov2", "GPT2", "Llama", "OPT", "Qwen2",
+                                  "Roberta", "ViT"])
+def test_transformers_families_call_it_with_their_own_mask(transformers, name, monkeypatch):
+    """With softmax attention in place of PAP, each family equals sdpa, also with padding."""
+    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=4, intermediate_size=64, ffn_dim=64, word_embed_proj_dim=32,
+                 image_size=32, patch_size=8, pad_token_id=0)
+    config = getattr(transformers, f"{name}Config")
+    config = config(**{k: v for k, v in sizes.items() if hasattr(config(), k)})
+    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="sdpa")
+    inputs, shown, calls = dict(pixel_values=torch.rand(2, 3, 32, 32)), slice(None), []
+    if hasattr(config, "vocab_size"):
+        shown = torch.ones(2, 12, dtype=torch.bool)
+        shown[0, 8:] = False
+        inputs = dict(input_ids=torch.randint(2, 50, (2, 12)), attention_mask=shown.long())
+
+    def softmax(k, v, q, dropout_p, **masks):
+        calls.append(q)
+        return softmax_attention(q, k, v, **masks)
+    monkeypatch.setitem(transformers.snippet, "rpc_attention", softmax)
+    expected = model.eval()(**inputs).last_hidden_state
+    model.set_attn_implementation("rpc_asym")
+    found = model(**inputs).last_hidden_state
+    torch.testing.assert_close(found[shown], expected[shown], atol=1e-5, rtol=1e-4)
+    assert len(calls) == 2
+
+
+def test_transformers_refuses_masks_that_it_does_not_compute(transformers):
+    run, _ = language_model(transformers, "GPT2")
+    tokens, full = torch.randint(50, (2, 12)), torch.ones(2, 1, 12, 12, dtype=torch.bool)
+    tree, prefix = full.tril(), full.tril()
+    tree[0, 0, 9, 4], prefix[..., :4, :4] = False, True
+    torch.testing.assert_close(run(tokens, attention_mask=full.tril()), run(tokens))
+    for mask in (full, prefix, tree, torch.zeros(2, 1, 12, 12), full.tril().float()):
+        with pytest.raises(ValueError, match="prefixes and other masks"):
+            run(tokens, attention_mask=mask)
+    config = transformers.BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1,
+                                     num_attention_heads=4, intermediate_size=64)
+    bert = transformers.BertModel._from_config(config, attn_implementation="rpc")
+    with pytest.raises(ValueError, match="causal"):
+        bert(tokens, attention_mask=full.tril())
+
+
+def test_transformers_rejects_changed_scores_and_cross_attention(transformers):
+    tokens = torch.randint(49, (2, 12))
+    small = dict(num_key_value_heads=4, intermediate_size=64, head_dim=8)
+    run, _ = language_model(transformers, "Gemma2", **small)
+    with pytest.raises(ValueError, match="softcap"):
+        run(tokens)
+    run, _ = language_model(transformers, "GptOss", **small, num_local_experts=2,
+                            num_experts_per_tok=1)
+    with pytest.raises(ValueError, match="s_aux"):
+        run(tokens)
+    run, _ = language_model(transformers, "GPT2", add_cross_attention=True)
+    with pytest.raises(ValueError, match="cross-attention"):
+        run(tokens, encoder_hidden_states=torch.randn(2, 12, 32))
+
+
+def test_transformers_exports_and_checks_masks_at_run_time(transformers):
+    _, model = language_model(transformers, "GPT2")
+    tokens, mask = torch.randint(50, (2, 12)), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+    how = dict(input_ids=tokens, attention_mask=mask, use_cache=False)
+    program = torch.export.export(model, (), how, strict=False).module()
+    torch.testing.assert_close(program(**how).logits, model(**how).logits)
+    with pytest.raises(RuntimeError, match="prefixes and other masks"):
+        program(**how | dict(attention_mask=mask.mT))
+
+
 def test_transformers_rejects_settings_without_rpc_support(transformers):
     tokens = torch.randint(50, (2, 12))
     run, gpt = language_model(transformers, "GPT2")
     with pytest.raises(ValueError, match="use_cache=False"):
         gpt.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3)
-    with pytest.raises(ValueError, match="packing"):
+    with pytest.raises(ValueError, match="packing"):     # the mask appears in train mode only
         gpt.train()
         run(tokens, position_ids=torch.arange(6).repeat(2)[None].expand(2, -1))
     run, _ = language_model(transformers, "Mistral", num_key_value_heads=4, sliding_window=4,
@@ -239,15 +311,13 @@ def test_transformers_rejects_settings_without_rpc_support(transformers):
 
 @pytest.fixture
 def encoder():
-    """Yield two encoder layers with RPC-Attention in eval mode, without PyTorch's fast path."""
+    """Return two encoder layers with RPC-Attention in eval mode."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     for layer in model.layers:
         layer.self_attn.__class__ = executed(*section("PyTorch"))["RPC"]
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield model
-    torch.backends.mha.set_fastpath_enabled(True)
+    return model
 
 
 def test_encoder_layers_train_and_evaluate_rpc(encoder):
@@ -259,7 +329,7 @@ def test_encoder_layers_train_and_evaluate_rpc(encoder):
         h = attention.out_proj(rpc_attention(k, v).transpose(1, 2).flatten(2))
         torch.testing.assert_close(attention(x, x, x)[0], h)
         evaluated = encoder(x)
-    torch.testing.assert_close(encoder.train()(x), evaluated)       # the fast path is off
+    torch.testing.assert_close(encoder.train()(x), evaluated)       # no fast path
     assert train_a_step(encoder, lambda: (encoder(x) - x).square().mean()) == []
 
 
@@ -272,12 +342,33 @@ def test_encoder_layers_take_causal_and_padding_masks(encoder):
     torch.testing.assert_close(padded[0, :7], encoder(x[:1, :7])[0], atol=1e-5, rtol=1e-4)
 
 
-def test_encoder_layers_reject_other_masks_and_cross_attention(encoder):
-    x = torch.randn(2, 10, 32)
-    with pytest.raises(ValueError, match="causal"):
-        encoder.layers[0](x, src_mask=torch.zeros(10, 10))
+def test_encoder_layers_reject_other_masks_and_settings(encoder):
+    x, attention = torch.randn(2, 10, 32), encoder.layers[0].self_attn
+    later = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    window = later | later.T.roll(-2, 1)
+    for how, word in ((dict(attn_mask=torch.zeros(10, 10)), "causal"),
+                      (dict(attn_mask=window, is_causal=True), "causal"),
+                      (dict(attn_mask=-0.5 * later), "0 and -inf"),
+                      (dict(key_padding_mask=torch.full((2, 10), -0.5)), "0 and -inf")):
+        with pytest.raises(ValueError, match=word):
+            attention(x, x, x, **how)
     with pytest.raises(ValueError, match="one input"):
-        encoder.layers[0].self_attn(x, x + 1, x + 1)
+        attention(x, x + 1, x + 1)
+    for how, word in ((dict(add_bias_kv=True), "add_bias_kv"), (dict(kdim=32, vdim=8), "no kdim"),
+                      (dict(add_zero_attn=True), "add_zero_attn")):
+        with pytest.raises(ValueError, match=word):
+            type(attention)(32, 4, batch_first=True, **how)(x, x, x)
+
+
+def test_multihead_attention_takes_keywords_and_both_kinds_of_masks(encoder):
+    x, attention = torch.randn(2, 10, 32), encoder.layers[0].self_attn
+    later = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    pad = torch.zeros(2, 10, dtype=torch.bool)
+    pad[1, 6:] = True
+    a, b = (attention(query=x, key=x, value=x, attn_mask=one, key_padding_mask=two)[0] for one, two
+            in ((later, pad), (torch.zeros(10, 10).masked_fill(later, -torch.inf),
+                               torch.zeros(2, 10).masked_fill(pad, -torch.inf))))
+    assert torch.equal(a, b) and not torch.allclose(a, attention(x, x, x)[0])
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -290,7 +381,14 @@ def test_the_evaluator_attacks_an_example_of_the_page(library, programs, tmp_pat
     assert snippet in source
     code, _, err = run_command(programs, [
         "eval_robust.py", "--model", f"docs/examples/{library}_rpc.py:build", "--data", "shapes",
-        "--limit", "2", "--measures", "clean", "pgd eps=2/255 steps=1", "--device", "cpu",
-        "--out_dir", str(tmp_path)])
+        "--limit", "2", "--measures", "clean", "pgd", "--eps", "2/255", "--steps", "1", "--device",
+        "cpu", "--out_dir", str(tmp_path)])
     assert code == 0, err
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_adaptive_attacks_change_the_pap_of_an_example(library):
+    pytest.importorskip(library)
+    model = executed((EXAMPLES / f"{library}_rpc.py").read_text())["build"]().eval()
+    assert pap_steps(model, torch.rand(1, 3, 32, 32)) == 4

@@ -8,12 +8,14 @@ from attention import rpc_attention
 
 
 class RPC(timm.layers.Attention):
+    pap = {}                            # arguments of rpc_attention, for example dict(n_iter=2)
+
     def forward(self, x, attn_mask=None, is_causal=False):
         if attn_mask is not None or getattr(self, "gate", None) is not None:
             raise ValueError("RPC-Attention supports no attn_mask and no gate")
         _, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         drop = self.attn_drop.p if self.training else 0.0
-        h = rpc_attention(self.k_norm(k), v, causal=is_causal, dropout_p=drop)      # (B, H, N, D)
+        h = rpc_attention(self.k_norm(k), v, causal=is_causal, dropout_p=drop, **self.pap)
         return self.proj_drop(self.proj(self.norm(h.transpose(1, 2).flatten(2))))
 
 

@@ -1,5 +1,6 @@
 """A Hugging Face ViT with RPC-Attention, for eval_robust.py --model THIS_FILE:build."""
 
+import torch
 from torch import nn
 from torchvision.transforms.v2 import Normalize
 from transformers import (AttentionInterface, AttentionMaskInterface, ViTConfig,
@@ -10,14 +11,27 @@ from attention import rpc_attention
 
 
 def rpc(module, query, key, value, mask, dropout=0.0, is_causal=None, q=None, **others):
-    keep = None if mask is None else mask[:, 0, -1]                 # (B, N): False is padding
-    if key.shape != query.shape or mask is not None and not mask[:, 0].any(1).equal(keep):
+    if key.shape != query.shape:
         raise ValueError(f"queries {tuple(query.shape)}, keys {tuple(key.shape)}: RPC-Attention "
-                         "has no KV cache (use_cache=False), grouped queries, windows, packing")
-    if others.get("position_bias") is not None or module.config.is_encoder_decoder:
-        raise ValueError("RPC-Attention has no position bias and no cross-attention")
-    causal = module.is_causal if is_causal is None else is_causal
-    h = rpc_attention(key, value, q=q, causal=causal, dropout_p=dropout, keep=keep)
+                         "has no KV cache (use_cache=False) and no grouped queries")
+    if module.config.is_encoder_decoder or getattr(module, "is_cross_attention", False):
+        raise ValueError("RPC-Attention has no cross-attention")
+    for name in ("position_bias", "softcap", "s_aux", "sinks"):
+        if others.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} has {name}, which changes the scores")
+    keep, causal = None, module.is_causal if is_causal is None else is_causal
+    if mask is not None:                    # (B, 1, N, N): True where a token may attend
+        keep = mask[:, 0, -1]               # (B, N): False is padding
+        seen = keep[:, None, None].expand(-1, -1, len(keep[0]), -1)         # what we compute
+        same = (mask == (seen.tril() if causal else seen)).all()
+        problem = ("the mask is not a bool mask of padding, causal in a causal model: "
+                   "RPC-Attention has no windows, packing, prefixes and other masks")
+        if mask.dtype == torch.bool and torch.compiler.is_compiling():
+            torch._assert_async(same, problem)                              # checked at run time
+        elif mask.dtype != torch.bool or not same:
+            raise ValueError(problem)
+    h = rpc_attention(key, value, q=q, causal=causal, dropout_p=dropout, keep=keep,
+                      **getattr(module, "pap", {}))
     return h.transpose(1, 2), None
 
 
@@ -41,5 +55,8 @@ def build():
     config = ViTConfig(image_size=32, patch_size=4, hidden_size=64, num_hidden_layers=4,
                        num_attention_heads=2, intermediate_size=256, num_labels=10)
     vit = ViTForImageClassification._from_config(config, attn_implementation="rpc")
+    for layer in vit.modules():
+        if hasattr(layer, "is_causal"):         # adaptive attacks change the PAP of these layers
+            layer.pap = {}
     # Or your own: ViTForImageClassification.from_pretrained(FOLDER, attn_implementation="rpc")
     return nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), Logits(vit))
