@@ -29,10 +29,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from attention import LAYER_PATTERNS, SelfAttention, check_choice, layer_attention
-from common import InputError
+from common import InputError, bar
 from data.masks import IGNORE, resize, resized
 from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
@@ -343,7 +342,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     and type.
     index: numbers i of the images to use (default: all). amp: compute in bf16. num_workers:
     decoding processes. rank, world: each process evaluates its share of the images, and returns
-    the scores on all images. progress: text for a progress bar (default: no bar).
+    the scores on all images. progress: text of the progress bar.
 
     The dict contains the result of `scores`, rounded to 4 decimals, with None instead of NaN, and
     `images`, the number of images. The model keeps its train or eval mode. InputError if no pixel
@@ -355,8 +354,7 @@ def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, 
     mine = index[rank::world]
     triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
                           scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
-    quiet = rank > 0 or progress is None or None            # None: no bar if output is redirected
-    for _, label, prediction in tqdm(triples, progress, len(mine), leave=False, disable=quiet):
+    for _, label, prediction in bar(triples, progress, total=len(mine), leave=False):
         matrix += confusion(prediction, label, K)
     model.train(training)
     if dist.is_initialized():

@@ -17,7 +17,8 @@ LOG = [dict(step=2, loss=2.0, grad_norm=1.0, images_per_s=100.0, epoch=1.0, lr=0
 # Two networks with the same printed name and path, for example a run that was trained again.
 RESULTS = [dict(model="a, seed 0", checkpoint="out/a", weights=weights, images=40, name=name,
                 settings=settings, top1=top1)
-           for weights, top1s in (("1f", (90.0, 40.0, 20.0, 80.0)), ("2f", (80.0, 50.0, 30.0, 70.0)))
+           for weights, top1s in (("1f", (90.0, 40.0, 20.0, 80.0)),
+                                  ("2f", (80.0, 50.0, 30.0, 70.0)))
            for (name, settings), top1 in zip((("clean", {}), ("pgd", dict(steps=2, eps=2 / 255)),
                                               ("pgd", dict(steps=2, eps=4 / 255)),
                                               ("corruptions", dict(type="fog"))), top1s)]
