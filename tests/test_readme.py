@@ -23,7 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
          *sorted(ROOT.glob("studies/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
-          "--master_addr", "--include")              # flags of other programs
+          "--master_addr", "--include", "--index-url")              # flags of other programs
 CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
 
 
@@ -31,7 +31,7 @@ CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.n
 
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
 SMALL = {"train_cls.py": "--max_steps 2", "eval_robust.py": "--measures clean --limit 8",
-         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0",
+         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0 --limit 4",
          "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0"}      # per script
 
 
