@@ -53,13 +53,14 @@ from common import InputError, print0
 from data.datasets import DATASETS, load_test
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
+from fan import fan_from_checkpoint
 from robust import metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import check_logits, cw, fgsm, noise, pgd, restarted, sld, spsa
 from robust.autoattack import apgd, autoattack, square
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt
 from robust.frost import load_frost
-from vit import ViTConfig, load_timm
+from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 # The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
 # An attack that sets eps here keeps it; every other attack runs once for each budget of --eps.
@@ -156,11 +157,10 @@ def fraction(text):
 
 class Model(NamedTuple):
     """A network to evaluate."""
-    given: str                           # the path, for messages
     net: torch.nn.Module                 # from pixels in [0, 1] to logits; eval mode, frozen
     size: int                            # pixels per side of its images
     classes: list                        # class names in the order of its logits; [] if unknown
-    about: dict                          # fields of its rows: model (its name), weights, ...
+    about: dict                          # fields of its rows: model (its name), checkpoint, ...
     trained: dict                        # the flags of its training; {} for other people's networks
     seen: list                           # hashes of the photos that its training used
 
@@ -170,35 +170,35 @@ def load_model(path, size, device):
 
     size: the pixels per side of the images of FILE.py:BUILD.
     """
-    checkpoint, about = {}, dict(checkpoint=str(path))
+    checkpoint, trained = {}, {}
     if ".py:" in str(path):
-        net, name = build_model(path), str(path)
+        net, name = build_model(path), path
         code = zlib.crc32(Path(path.partition(":")[0]).read_bytes())
-        about |= dict(model_config=dict(build=path, code=f"{code:08x}"))    # edited: another model
+        config = dict(build=path, code=f"{code:08x}")     # an edited file is another model
     else:
         checkpoint = common.load(path)
         if checkpoint.get("task", "classification") != "classification":
             raise InputError(f"--ckpt {path} is for {checkpoint['task']}; evaluate it by "
                              f"train_seg.py or train_lm.py --eval_only")
         if checkpoint.get("architecture") == "fan":
-            from fan import fan_from_checkpoint
-            net = fan_from_checkpoint(checkpoint)
+            net, trained = fan_from_checkpoint(checkpoint), checkpoint["args"]
         elif "task" in checkpoint:
-            from vit import classifier_from_checkpoint
-            net = classifier_from_checkpoint(checkpoint)
+            net, trained = classifier_from_checkpoint(checkpoint), checkpoint["args"]
         else:
             net = load_timm(checkpoint)
-        seed = checkpoint["args"]["seed"] if "task" in checkpoint else None
-        name = kind_of(net.config) + (f", {Path(path).stem}" if seed is None else f", seed {seed}")
-        usual, config = ({**vars(c), **c.pap, "pap": None} for c in (ViTConfig(), net.config))
-        changed = {k: v for k, v in config.items() if v != usual.get(k)}
-        about["model_config"] = json.loads(json.dumps(changed))     # tuples become lists, as in JSON
+        name = kind_of(net.config) + (f", seed {trained['seed']}" if trained
+                                      else f", {Path(path).stem}")
+        # Rows contain the settings of the model that are not ViTConfig's defaults.
+        usual = vars(ViTConfig()) | ViTConfig().pap
+        config = {k: v for k, v in (vars(net.config) | net.config.pap).items()
+                  if k != "pap" and v != usual.get(k)}
+        config = json.loads(common.to_json(config))       # as a stored row: lists, not tuples
         size = net.config.image_size
     tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
                for t in net.state_dict().values())
-    about |= dict(model=name, weights=f"{zlib.crc32(b''.join(tensors)):08x}", size=size)
-    trained = checkpoint.get("args", {}) if "task" in checkpoint else {}
-    return Model(str(path), net.to(device).eval().requires_grad_(False), size,
+    about = dict(checkpoint=str(path), model_config=config, model=name,
+                 weights=f"{zlib.crc32(b''.join(tensors)):08x}", size=size)
+    return Model(net.to(device).eval().requires_grad_(False), size,
                  list(checkpoint.get("classes") or []), about, trained, checkpoint.get("seen", []))
 
 
@@ -224,9 +224,9 @@ def kind_of(config):
         return kind
     everywhere = len(config.rpc_layers) == config.depth
     layers = "all-layer" if everywhere else "layer" + ",".join(map(str, config.rpc_layers))
-    changed = "".join(f", {word} {config.pap[key]}" for key, word in (("lambd", "lambda"),
-                      ("form", "form")) if config.pap[key] != PAP_SETTINGS[key])
-    return f"{kind} {config.pap['n_iter']}iter/{layers}{changed}"
+    changed = [f", {name} {config.pap[name]}" for name in ("lambd", "form")
+               if config.pap[name] != PAP_SETTINGS[name]]
+    return "".join([f"{kind} {config.pap['n_iter']}iter/{layers}", *changed])
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -253,15 +253,13 @@ def load_data(args, models, device):
             pixels = min(torch.cuda.mem_get_info(device)[0] // 4096, 512 * 224 ** 2)
         args.batch_size = max(1, pixels // first.size ** 2)
 
-    grey = torch.full((2, 3, first.size, first.size), 0.5, device=device)
+    counts, grey = [], torch.full((2, 3, first.size, first.size), 0.5, device=device)
     for m in models:
         with torch.no_grad():
             logits = robust.forward(m.net, grey)
-        try:
-            check_logits(logits)                          # not finite, or probabilities
-        except InputError as e:
-            raise InputError(f"{m.given}: {e}") from None
-    imagenet = args.data == "imagenet" and logits.shape[1] == len(IMAGENET)
+        check_logits(logits)                              # not finite, or probabilities
+        counts.append(logits.shape[1])
+    imagenet = args.data == "imagenet" and counts[0] == len(IMAGENET)
     names = first.classes or (IMAGENET if imagenet else None)
     flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=device)
     seen = {name for m in models for name in m.seen}      # photos of the training do not count
@@ -271,15 +269,14 @@ def load_data(args, models, device):
         data = ImageTree(args.data_dir, "val", names, first.size, subset=imagenet)
     else:
         data = load_test(flags, trained=first.trained, size=first.size, classes=names, seen=seen)
-    for m in models:
-        with torch.no_grad():
-            found = robust.forward(m.net, grey).shape[1]
-        if found != len(data.classes) or m.classes and m.classes != list(data.classes):
-            raise InputError(f"{m.given} has {found} classes {m.classes[:3]}, --data {args.data} "
+    for m, count in zip(models, counts):
+        path = m.about["checkpoint"]
+        if count != len(data.classes) or m.classes and m.classes != list(data.classes):
+            raise InputError(f"{path} has {count} classes {m.classes[:3]}, --data {args.data} "
                              f"has {len(data.classes)} {list(data.classes)[:3]}; expected the same")
         if not m.classes and not imagenet:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(data.classes))
-            print0(f"{m.given} has no class names. Its logits are taken in this order: {order}")
+            print0(f"{path} has no class names. Its logits are taken in this order: {order}")
     return data
 
 
@@ -406,7 +403,6 @@ class Normalized(torch.nn.Module):
     def __init__(self, net):
         super().__init__()
         self.net, self.mean, self.std = net, net.mean, net.std
-        self.training = False
 
     def forward(self, z):
         return self.net(z * self.std + self.mean)
@@ -418,7 +414,7 @@ def attack_as_paper(net, x, attack, clip, index):
     The attack changes normalised images, clipped to [0, 1] or not at all, so that the network
     leaves its own prediction.
     """
-    normalized, z = Normalized(net), (x - net.mean) / net.std
+    normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
     with torch.no_grad():
         predicted = robust.forward(normalized, z).argmax(1)
@@ -438,25 +434,19 @@ def attacked(m, data, index, args, name, attack):
         else:
             adv = robust.attack_batch(m.net, x, labels, attack, index=numbers)
         hits[place] = score(m.net, adv, labels)
-        moved[place] = distances(adv, x)
-    return outcome(all_sum(hits), len(data.classes)) | summary_of_distances(all_sum(moved))
+        move = (adv - x).flatten(1).double()
+        moved[place, 0] = move.norm(math.inf, 1)
+        moved[place, 1] = move.norm(2, 1)
+        moved[place, 2] = move.norm(1, 1)
+        moved[place, 3] = (adv - adv.clamp(0, 1)).abs().flatten(1).amax(1).double()
 
-
-def distances(adv, x):
-    """Return (b, 4): Linf, L2 and L1 of each image's change, and how far it leaves [0, 1]."""
-    move = (adv - x).flatten(1).double()
-    outside = torch.maximum(-adv.flatten(1).amin(1), adv.flatten(1).amax(1) - 1).clamp(min=0)
-    return torch.stack([move.norm(math.inf, 1), move.norm(2, 1), move.norm(1, 1), outside], 1)
-
-
-def summary_of_distances(moved):
-    """Return fields of a row: maxima, median and mean of `distances` (n, 4) of changed images."""
-    changed = moved[moved[:, 0] > 0]
-    changed = changed if len(changed) else moved[:1]      # no image changed: all distances are 0
-    linf, l2, l1 = changed[:, :3].unbind(1)
-    return dict(max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
-                median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-                outside=moved[:, 3].max().item())
+    moved = all_sum(moved)
+    changed = moved[moved[:, 0] > 0]                      # maxima, median and mean over these
+    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)
+    return outcome(all_sum(hits), len(data.classes)) | dict(
+        max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
+        median_l2=l2.median().item(), mean_l2=l2.mean().item(),
+        outside=moved[:, 3].max().item())
 
 
 @torch.no_grad()
@@ -526,19 +516,21 @@ def mean_rows(rows):
     groups = {}                                           # {key without the type: {type: row}}
     for row in rows:
         if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
-            group = row | dict(settings={k: v for k, v in row["settings"].items()
-                                         if k not in ("type", "frost")} | dict(type="mean"))
-            groups.setdefault(row_key(group | dict(fingerprint="")), {})[
-                row["settings"]["type"]] = row
-    for by_type in groups.values():
-        if by_type.keys() >= {*NAMES}:
-            row = by_type[NAMES[0]]
-            top1 = {name: np.mean(by_type[name]["top1"]) for name in NAMES}
-            mce = {}
+            shared = row["settings"] | dict(type="mean")
+            shared.pop("frost", None)
+            if "released" in shared:
+                shared["released"] = True                 # not the fingerprint of one type
+            groups.setdefault(row_key(row | dict(settings=shared)), {})[
+                row["settings"]["type"]] = row | dict(settings=shared)
+    for types in groups.values():
+        if len(types) == len(NAMES):
+            row = types["fog"]
+            mean = {field: float(np.mean([np.mean(types[name][field]) for name in NAMES]))
+                    for field in ("top1", "top5") if field in row}
             if row["data"] == "imagenet" and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
-                mce["mce"] = metrics.mean_corruption_error({k: 1 - x / 100 for k, x in top1.items()})
-            yield row | mce | dict(settings=row["settings"] | dict(type="mean"),
-                                   top1=float(np.mean([*top1.values()])))
+                mean["mce"] = metrics.mean_corruption_error(
+                    {name: 1 - np.mean(types[name]["top1"]) / 100 for name in NAMES})
+            yield row | mean
 
 
 def worst_cases(rows):
@@ -659,10 +651,10 @@ def main():
         index = choose(len(images.labels), name, args)
         if not len(index):
             raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
+        measured = dict(data=args.data, data_dir=args.data_dir, fingerprint=fingerprint(images),
+                        name=name, settings=settings, images=len(index), seed=args.seed)
         for m in models:
-            row = dict(m.about, data=args.data, data_dir=args.data_dir,
-                       fingerprint=fingerprint(images), name=name, settings=settings,
-                       images=len(index), seed=args.seed)
+            row = m.about | measured
             key = row_key(row)
             if key not in rows:
                 began = time.perf_counter()

@@ -26,24 +26,6 @@ def forward(model, images):
     return logits.to(torch.promote_types(logits.dtype, torch.float32))    # float64 stays float64
 
 
-def check_labels(labels, n, classes=None):
-    """Return labels as (n,) int64. Raise ValueError unless they are n class indices.
-
-    Integers of any type and of shape (n, 1) are accepted. classes: the number of logits, if known.
-    """
-    labels = torch.as_tensor(labels)
-    flat = labels.flatten() if labels.numel() == len(labels) else labels
-    if flat.ndim != 1 or len(flat) != n or flat.is_floating_point() or flat.dtype == torch.bool:
-        one_hot = "; for one-hot labels pass labels.argmax(1)" if labels.ndim == 2 else ""
-        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}, expected {n} class "
-                         f"indices of an integer type{one_hot}")
-    if classes and n and not 0 <= flat.min() <= flat.max() < classes:
-        shift = "; if they count from 1, pass labels - 1" if flat.max() == classes else ""
-        raise ValueError(f"labels are {int(flat.min())} to {int(flat.max())}, expected 0 to "
-                         f"{classes - 1}, because the model has {classes} logits{shift}")
-    return flat.long()
-
-
 def attack_batch(model, images, labels, attack, **index):
     """Attack the images of one batch that the model classifies correctly.
 
@@ -64,7 +46,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     """Return which images the model classifies correctly under each attack.
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
-    images: (n, 3, H, W). labels: (n,) class indices.
+    images: (n, 3, H, W). labels: (n,) int64, on the same device.
     attacks: {name: function of (model, images, labels)}. Example: partial(pgd, eps=2 / 255). An
         attack from another library: lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
     batch_size: images per batch. It bounds the memory.
@@ -78,14 +60,15 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     ValueError: the model is in train mode, or the labels do not fit the logits.
     """
     check_mode(model)
-    labels = check_labels(labels, len(images)).to(images.device)
     right = {name: [] for name in ("clean", *attacks)}
-    for part in torch.arange(len(images), device=images.device).split(batch_size):
+    for part in torch.arange(len(images)).split(batch_size):
         x, y = images[part], labels[part]
-        numbers = {} if index is None else dict(index=index.to(images.device)[part])
+        numbers = {} if index is None else dict(index=index[part])
         with torch.no_grad():
             logits = forward(model, x)
-        check_labels(y, len(y), logits.shape[1])
+        if labels.shape != images.shape[:1] or not 0 <= y.min() <= y.max() < logits.shape[1]:
+            raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to {y.max()}, "
+                             f"expected ({len(images)},) from 0 to {logits.shape[1] - 1}")
         right["clean"].append(logits.argmax(1) == y)
         for name, attack in attacks.items():
             adv = attack_batch(model, x, y, attack, **numbers)

@@ -57,9 +57,6 @@ def input_gradient(loss, model, images, labels):
     with torch.enable_grad():
         logits = forward(model, images)
         losses = loss(logits, labels)
-        if not losses.requires_grad:
-            raise InputError("the model's logits have no gradient, but this attack follows the "
-                             "gradient; noise, square and spsa do not need one")
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
 
@@ -72,7 +69,8 @@ def project(adv, images, eps, clip=True):
 
 def bounds(images, eps, clip=True):
     """Return the lowest and the highest pixels within the budget, both shaped as images."""
-    return project(images - eps, images, eps, clip), project(images + eps, images, eps, clip)
+    low, high = images - eps, images + eps
+    return (low.clamp(0, 1), high.clamp(0, 1)) if clip else (low, high)
 
 
 def column(t):
@@ -213,7 +211,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
 @torch.no_grad()
 def noise(model, images, labels, eps=0.068, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
-    clean_logits(model, images, eps, clip)
+    check_inputs(model, images, eps, clip)
     adv = images + eps * noise_like(images, index, seed, NOISE, 0)
     return adv.clamp(0, 1) if clip else adv
 

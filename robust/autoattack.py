@@ -115,7 +115,10 @@ def climb(model, source, objective, s, steps, adv, robust):
         s.adv = torch.where(column(s.fooled), s.x, s.adv)
         s.fooled = s.fooled | fooled_before
         s.rises = s.rises + (s.loss > last_loss)
-        keep_best(s)
+        better = column(s.loss > s.best_loss)
+        s.best_x = torch.where(better, s.x, s.best_x)
+        s.best_grad = torch.where(better, s.grad, s.best_grad)
+        s.best_loss = torch.maximum(s.loss, s.best_loss)
 
         # Halve step sizes at checkpoints; the distance between checkpoints falls. Remove the fooled
         # images every tenth step.
@@ -139,14 +142,6 @@ def evaluate_point(s, model, source, objective):
         logits = forward(model, s.x)
         s.loss = objective(logits, s.labels)
     s.fooled = logits.argmax(1) != s.labels
-
-
-def keep_best(s):
-    """Keep the point with the largest loss so far."""
-    better = column(s.loss > s.best_loss)
-    s.best_x = torch.where(better, s.x, s.best_x)
-    s.best_grad = torch.where(better, s.grad, s.best_grad)
-    s.best_loss = torch.maximum(s.loss, s.best_loss)
 
 
 def halve(s, window):

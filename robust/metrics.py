@@ -29,11 +29,7 @@ def _counts(score, positive):
     positive = positive.cpu().double()[order]
     # Keep one threshold for all examples with equal scores: the position of the last one.
     last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
-    tp, fp = positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
-    if not tp[-1] or not fp[-1]:
-        raise ValueError(f"{int(tp[-1])} positive and {int(fp[-1])} negative examples, expected at "
-                         f"least one of each")
-    return tp, fp
+    return positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
 
 
 def average_precision(score, positive):

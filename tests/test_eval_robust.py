@@ -29,12 +29,6 @@ TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47,
 
 # --- metrics and robust.evaluate ------------------------------------------------------------------
 
-def test_mce_of_table_4_and_of_alexnet():
-    errors = {name: 1 - top1 / 100 for name, top1 in TABLE_4.items()}
-    assert metrics.mean_corruption_error(errors) == pytest.approx(74.75, abs=0.02)
-    assert metrics.mean_corruption_error(metrics.ALEXNET) == pytest.approx(100, abs=1e-12)
-
-
 def test_outlier_metrics_equal_scikit_learn():
     g = torch.Generator().manual_seed(0)
     for values in (9, 10 ** 6):                                          # with ties and without
@@ -75,18 +69,13 @@ def test_evaluate_passes_numbers_of_right_images():
     assert not (right["invert"] & ~right["clean"]).any()
 
 
-@pytest.mark.parametrize("change, words", [
-    (lambda y: y.float(), "class indices"), (lambda y: y + 20, "because the model has"),
-    (lambda y: torch.nn.functional.one_hot(y, 10), "one-hot")])
-def test_evaluate_needs_integer_class_labels(change, words):
+def test_evaluate_rejects_wrong_labels_and_train_mode():
     model, images, labels = trained_network(4)
-    with pytest.raises(ValueError, match=words):
-        evaluate(model, images, change(labels), {})
-
-
-def test_evaluate_rejects_train_mode():
+    for wrong in (labels + 20, labels[:, None], torch.nn.functional.one_hot(labels, 10)):
+        with pytest.raises(ValueError, match="labels are"):
+            evaluate(model, images, wrong, {})
     with pytest.raises(ValueError, match="train mode"):
-        evaluate(torch.nn.Flatten().train(), torch.rand(2, 3, 4, 4), torch.zeros(2).long(), {})
+        evaluate(model.train(), images, labels, {})
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -169,9 +158,7 @@ def test_two_processes_count_every_image_once(first_run):
     alone = {row_key(row): row for row in read(folder / "one")}
     shared = read(folder / "two")
     assert len(shared) == 2 * 5
-    for two in shared:
-        one = alone[row_key(two)]
-        assert all(one.get(k) == two.get(k) for k in ("top1", "top5", "right"))
+    assert all(alone[row_key(two)]["right"] == two["right"] for two in shared)
 
 
 def test_second_run_adds_missing_rows(first_run):
@@ -297,6 +284,18 @@ def test_worst_case_is_taken_image_by_image():
     assert worst["top1"] == pytest.approx(100 / 3) and worst["images"] == 3
     assert "| worst eps=2/255 of=pgd,fgsm, top1 | 3      | 33.33 |" in rows_table(rows)
     assert not list(eval_robust.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
+
+
+def test_mean_of_corruptions_needs_all_types():
+    """Released files have another fingerprint per type."""
+    rows = [dict(weights="w", model_config={}, size=224, data="imagenet", name="corruptions",
+                 top1=[top1] * 5, top5=[i] * 5, settings=dict(
+                     type=name, severities=[1, 2, 3, 4, 5], released=name))
+            for i, (name, top1) in enumerate(TABLE_4.items())]
+    mean, = eval_robust.mean_rows(rows)
+    assert mean["mce"] == pytest.approx(74.75, abs=0.02) and mean["top5"] == 7
+    assert mean["top1"] == pytest.approx(np.mean([*TABLE_4.values()]))
+    assert not list(eval_robust.mean_rows(rows[1:]))
 
 
 def test_class_order_is_printed_and_classes_must_agree(tmp_path):
