@@ -61,12 +61,6 @@ def net():
     return trained_network()
 
 
-def normalized(model, images):
-    """Return the network on normalised images, these images, and its predictions."""
-    z = (images - model.mean) / model.std
-    return model.normalized, z, model.normalized(z).argmax(1)
-
-
 class Linear(torch.nn.Module):
     """A linear model in float64: logits = W x."""
 
@@ -97,7 +91,8 @@ def test_paper_harness_accuracy_equals_reference_run(golden):
     """The released code used cleverhans on normalised images. SPSA was recorded on pixels."""
     g = golden("robustness_attacks_a")
     net, images, labels = golden_network(g)
-    model, z, predicted = normalized(net, images)
+    model, z = net.normalized, (images - net.mean) / net.std
+    predicted = model(z).argmax(1)
     for i, eps in enumerate(g["eps"].tolist()):
         adv = fgsm(model, z, predicted, eps, clip=False)
         assert (right(model, adv, labels) == g[f"official_fgsm/{i}/robust"]).sum() >= 199
@@ -144,19 +139,6 @@ def test_cw_comes_as_near_as_foolbox(net):
     attacked = right(model, x, y)
     far, other = (l2(adv - x)[attacked].median() for adv in (ours, theirs))
     assert far <= 1.06 * other
-
-
-def test_spsa_is_as_strong_as_torchattacks(net):
-    torchattacks = pytest.importorskip("torchattacks")
-    model, images, labels = net
-    x, y, eps = images[:20], labels[:20], 1.5 * EPS
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        theirs = torchattacks.SPSA(model, eps, 0.01, 0.01, nb_iter=20, nb_sample=64,
-                                   max_batch_size=16)(x, y)
-    ours = spsa(model, x, y, eps, steps=20, pairs=64)
-    clean, other, left = (right(model, adv, y).sum() for adv in (x, theirs, ours))
-    assert other < clean - 4 and left - other <= 2
 
 
 # --- known results -------------------------------------------------------------------------------
@@ -238,14 +220,14 @@ def test_attacks_keep_their_budget(net, name):
         assert adv.min() >= 0 and adv.max() <= 1 and not torch.equal(adv, x)
         if name in L1:
             assert (l1(adv - x) <= eps * (1 + 1e-6)).all()
-        elif name != "noise_gaussian":  # its scale is not a bound
+        else:
             assert ((adv - x).abs() <= eps + 1e-6).all()
     assert torch.equal(x, before)
     if name not in L1:                                    # clip=False, many pixels at 0 and 1
         x = (x - 0.5).mul(2).add(0.5).clamp(0, 1)
         adv = attack(model, x, y, 3 * EPS, clip=False)
         assert adv.min() < 0 or adv.max() > 1
-        assert name == "noise_gaussian" or (adv - x).abs().max() <= 3 * EPS + 1e-6
+        assert (adv - x).abs().max() <= 3 * EPS + 1e-6
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -263,19 +245,6 @@ def test_result_depends_on_seed_and_image_alone(net, name):
     assert near >= 9 if name in CASCADE else share(far < 1e-4) > 0.999
     if name in RANDOM:
         assert not torch.equal(attack(model, x, y, EPS, seed=1), adv)
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_model_and_images_stay_as_they_are(name):
-    model = ViT(ViTConfig(32, 16, 10, 16, 1, 2, attn="rpc")).eval()
-    images, labels = load_shapes("test", 4)[:2]
-    images = images.float() / 255
-    before = [t.clone() for t in (*model.state_dict().values(), images, labels)]
-    with torch.no_grad():
-        ATTACKS[name](model, images, labels, EPS)
-    assert all(map(torch.equal, before, (*model.state_dict().values(), images, labels)))
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert not images.requires_grad
 
 
 def test_noise_has_the_distribution_asked_for(net):
@@ -329,28 +298,6 @@ def gradient(model, images, labels):
     return attacks.input_gradient(attacks.cross_entropy, model, images, labels)[2]
 
 
-def test_adaptive_pgd_keeps_smallest_of_three_margins(net, monkeypatch):
-    """A fake PGD stores these margins in the images; the model reads its logits from them."""
-    few = net[1][:20], net[2][:20]                                # no RPC-Attention: plain PGD
-    assert torch.equal(*(attack(net[0], *few, EPS) for attack in (adaptive_pgd, pgd)))
-    margins = {"own": [-1.0, 1, 3, 1, 2], 1.0: [9.0, -1, 2, 2, 3], 0.0: [9.0, 9, 1, 3, -1]}
-    asked = {}
-
-    def lead(source, images, labels, eps, index, **how):
-        source = "own" if callable(source) else source
-        asked[source] = index
-        found = torch.tensor(margins[source])
-        return images + (found if index is None else found[index]).view(-1, 1, 1, 1)
-
-    monkeypatch.setattr(adaptive, "pgd", lead)
-    monkeypatch.setattr(adaptive, "pap_steps", lambda model, images: 4)
-    monkeypatch.setattr(adaptive, "straight_through", lambda model, slope: slope)
-    x, y = torch.zeros(5, 3, 2, 2), torch.zeros(5, dtype=torch.int64)
-    adv = adaptive_pgd(lambda x: torch.nn.functional.pad(x[:, 0, 0, :1], (0, 1)), x, y, 0.1)
-    assert adv[:, 0, 0, 0].tolist() == [-1, -1, 1, 1, -1]
-    assert asked[1.0].tolist() == [1, 2, 3, 4] and asked[0.0].tolist() == [2, 3, 4]
-
-
 def test_surrogates_share_weights_but_not_gradients(vit, net):
     model, images, labels = vit
     true, sources = gradient(model, images, labels), adaptive.gradient_models(model, images)
@@ -382,16 +329,17 @@ def test_smooth_threshold_has_slope_of_softplus():
 def test_adaptive_attacks_break_more_than_apgd(vit, net):
     model, images, labels = vit
     eps, few = 0.75 / 255, dict(steps=10, num_targets=2, queries=30)
-    for plain, adaptive, options in ((apgd, adaptive_apgd, dict(steps=10)),
+    for plain, adaptive, options in ((pgd, adaptive_pgd, dict(steps=10)),
+                                     (apgd, adaptive_apgd, dict(steps=10)),
                                      (autoattack, adaptive_autoattack, few)):
         before = right(model, plain(model, images, labels, eps, **options), labels)
         adv = adaptive(model, images, labels, eps, **options)
         after = right(model, adv, labels)
         assert not (after & ~before).any() and (adv - images).abs().max() <= eps + 1e-6
         assert after.sum() < before.sum()
-    images, labels = (t[:20] for t in net[1:])  # no RPC-Attention: plain APGD
-    both = (attack(net[0], images, labels, EPS, steps=10) for attack in (apgd, adaptive_apgd))
-    assert torch.equal(*both)
+    images, labels = (t[:20] for t in net[1:])            # no RPC-Attention: the plain attacks
+    for both in (pgd, adaptive_pgd), (apgd, adaptive_apgd):
+        assert torch.equal(*(attack(net[0], images, labels, EPS, steps=10) for attack in both))
 
 
 # --- inputs that would give wrong results silently -----------------------------------------------
@@ -438,28 +386,19 @@ def test_attacks_reject_train_mode_and_large_pixels(name):
         attack(model.eval(), images * 255, labels, EPS)
     with_a_graph = images.requires_grad_() * 1
     assert not attack(model, with_a_graph, labels, EPS).requires_grad
+    assert norm.weight.requires_grad and norm.weight.grad is None and images.grad is None
 
 
 # --- words ---------------------------------------------------------------------------------------
 
-LINES = [" = A Heading = ", " ",
-         " The quick brown fox jumped over the lazy dog , twice @-@ daily , in 1999 . ",
-         " of the and ", " <unk> <unk> "] + [" " + "word " * 400] * 3
-
-
 def test_word_swap_takes_share_of_every_line():
-    out, swapped = word_swap(LINES)
-    tokens, before = ([t for line in lines for t in (*line.split(), "<eos>")]
-                      for lines in (out, LINES))
-    assert len(tokens) == len(before) == len(swapped)
-    kept, were = ([t for t, s in zip(some, swapped) if not s] for some in (tokens, before))
-    assert [t == "AAA" for t in tokens] == swapped and kept == were
-    counts = [line.split().count("AAA") for line in out]
-    assert counts == [1, 0, 1, 0, 0, 6, 6, 6]             # 0.015 * 400 = 6
-    assert word_swap(LINES) == (out, swapped) != word_swap(LINES, seed=1)
-    assert word_swap(LINES, rate=0) == (LINES, [False] * len(tokens))
+    lines = [" = A Heading = ", " ", " The quick brown fox , twice @-@ daily , in 1999 . ",
+             " of the and ", " <unk> <unk> ", " " + "word " * 400]
+    out, swapped = word_swap(lines)
+    tokens, before = ([t for line in some for t in (*line.split(), "<eos>")]
+                      for some in (out, lines))
+    assert [t == "AAA" for t in tokens] == swapped
+    assert all(swap or new == old for swap, new, old in zip(swapped, tokens, before, strict=True))
+    assert [line.split().count("AAA") for line in out] == [1, 0, 1, 0, 0, 6]    # 0.015 * 400 = 6
+    assert word_swap(lines) == (out, swapped) != word_swap(lines, seed=1)
     assert word_swap([" 'the bears ' we ' eat 'fish' "], rate=1)[0] == [" 'the AAA ' we ' AAA AAA "]
-    same = word_swap(LINES, word="word")[0]
-    assert {len(a) - len(b) for a, b in zip(same[-3:], LINES[-3:])} == {0}
-    everything = [line.split() for line in word_swap(LINES, rate=1)[0]]
-    assert everything[2] == "AAA AAA AAA AAA AAA over the AAA AAA , AAA @-@ AAA , in AAA .".split()

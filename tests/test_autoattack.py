@@ -3,7 +3,6 @@
 import math
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
-                               halve, likely_targets, random_square, square, targeted_dlr)
+                               likely_targets, random_square, square, targeted_dlr)
 from golden_net import trained_network
 from test_attacks import CASCADE as QUICK, EPS, right as robust
 
@@ -85,25 +84,6 @@ def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
     assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
 
 
-def test_apgd_halves_steps_without_gain():
-    """Test one case per image.
-
-    The loss rises too rarely; the best loss does not improve; it does not improve, but the step was
-    halved at the last check; it improves.
-    """
-    here, best = torch.zeros(4, 3, 2, 2), torch.ones(4, 3, 2, 2)
-    s = SimpleNamespace(rises=torch.tensor([7, 8, 8, 8]), step=torch.ones(4, 1, 1, 1),
-                        halved=torch.tensor([True, False, True, False]),
-                        best_loss=torch.tensor([2.0, 1, 1, 2]), checked_loss=torch.ones(4),
-                        x=here, grad=here, best_x=best, best_grad=best)
-    halve(s, window=10)
-    assert s.halved.tolist() == [True, True, False, False]
-    assert s.step.flatten().tolist() == [0.5, 0.5, 1, 1]
-    back = s.halved.float()                                       # return to the best point
-    assert all(torch.equal(t.amax((1, 2, 3)), back) for t in (s.x, s.grad))
-    assert torch.equal(s.checked_loss, s.best_loss) and not s.rises.any()
-
-
 def test_fab_finds_the_points_of_pyautoattack(own):
     module = pytest.importorskip("pyautoattack.fab_pt")
     model, images, labels = own
@@ -124,20 +104,6 @@ def test_squares_shrink_as_in_pyautoattack():
         for query in (limit, limit + 1):
             side = max(round(math.sqrt(reference.p_selection(query) * 64 * 64)), 1)
             assert random_square(torch.zeros(1, 2), query, 64, 64).sum() == side ** 2
-
-
-def test_cascade_is_as_strong_as_pyautoattack(own):
-    """Run the whole cascade on 20 images, with short members."""
-    package = pytest.importorskip("pyautoattack.autoattack")
-    model, images, labels = own[0], own[1][:20], own[2][:20]
-    reference = package.AutoAttack(model, norm="Linf", eps=EPS, version="standard", device="cpu",
-                                   seed=0)
-    reference.apgd.n_iter = reference.apgd_targeted.n_iter = reference.fab.n_iter = 20
-    reference.apgd_targeted.n_target_classes = reference.fab.n_target_classes = 2
-    reference.square.n_queries = 100
-    adv = autoattack(model, images, labels, EPS, steps=20, num_targets=2, queries=100)
-    theirs, _ = reference.run_standard_evaluation(images, labels)
-    assert abs(int(robust(model, adv, labels).sum() - robust(model, theirs, labels).sum())) <= 1
 
 
 # --- known results -------------------------------------------------------------------------------
