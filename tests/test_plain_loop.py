@@ -35,10 +35,7 @@ from timm.utils import accuracy                                     # noqa: E402
 
 
 def order_of(f, n, step):
-    """Return the image indices of a step, (batch_size,).
-
-    Copies of an image are neighbours at first. Then they are distributed over the batch.
-    """
+    """Return the image indices of a step, (batch_size,); copies of an image are moved apart."""
     epoch, i = divmod(step, n // f.batch_size)
     generator = torch.Generator().manual_seed(f.seed * 1_000_003 + epoch)
     order = torch.randperm(n, generator=generator).repeat_interleave(f.repeats)[:n]
@@ -58,10 +55,7 @@ def augmented(f, images, position):
 
 
 def mixed(f, images, labels, num_classes, step):
-    """Mix each image with its neighbour.
-
-    timm mixes each image with its mirror place in the batch. `order` puts neighbours there.
-    """
+    """Mix each image with its neighbour, which `order` puts in timm's mirror place of the batch."""
     rng = np.random.default_rng([f.seed, step])
     cut = rng.random() < 0.5
     lam = rng.beta(f.cutmix, f.cutmix) if cut else rng.beta(f.mixup, f.mixup)
@@ -155,10 +149,7 @@ def assert_close(row, expected):
 
 
 def assert_same(weights, expected):
-    """Compare weights, except the bias of the keys in softmax attention.
-
-    This bias has no effect on the output, so its gradient is only rounding.
-    """
+    """Compare weights, except key biases of softmax attention, whose gradient is only rounding."""
     assert weights.keys() == expected.keys()
     for name, w in weights.items():
         w, e = w.clone(), expected[name].clone()
@@ -212,7 +203,7 @@ def test_a_language_model_run_equals_the_plain_loop(alone, monkeypatch):
     assert step == 5 and [row["step"] for row in rows("a") if "eval" in row] == [6]
     ours, theirs = ([state["exp_avg"].norm().item() for state in states.values()] for states in
                     (common.load("a")["optimizer"]["state"], optimizer.state))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2)     # Adam's updates hide this size
+    np.testing.assert_allclose(ours, theirs, rtol=1e-2)     # Adam's updates hide the clipping
 
 
 @pytest.mark.parametrize("data", ["camvid", "ade20k"])
@@ -224,7 +215,8 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data, monkeypatch):
     f = dict(data=data, data_dir="pairs", num_classes=4, model="micro", patch_size=8,
              attn="sym_asym", decoder_attn="symmetric", rpc_layers="1,3", n_iter=3, lambd=0.3,
              form="paper", drop_path=0.3, dropout=0.3, size=24, epochs=4, batch_size=4, lr=3e-3,
-             weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6, eval_every=9, num_workers=0, seed=5, device="cpu", out_dir="a")
+             weight_decay=0.4, clip=0.5, window=16, stride=12, max_steps=6, eval_every=9,
+             num_workers=0, seed=5, device="cpu", out_dir="a")
     call(train_seg.main, **f)
     f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)
     torch.manual_seed(f.seed)
