@@ -9,10 +9,8 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
-import time
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -40,54 +38,38 @@ class InputError(ValueError):
 
 
 def run(main):
-    """Call a script's main(), and print its input errors.
-
-    An InputError prints one line and ends the script with exit code 1. Ctrl-C prints one line and
-    ends it with exit code 130. Every other exception shows its traceback.
-    """
+    """Call a script's main(). An InputError prints one line; other exceptions show a traceback."""
     torch.set_flush_denormal(True)      # for speed (docs/data.md), also in DataLoader workers
     try:
         main()
-    except KeyboardInterrupt:
-        print0(f"\nstopped by Ctrl-C{go_on()}")
-        sys.exit(130)
     except InputError as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
         words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
-        sys.exit(f"error: {words}{go_on()}")
+        sys.exit(f"error: {words}")
 
 
-def go_on():
-    """Return the command that resumes this process's run, or "" if the run has no checkpoint."""
-    if Log.folder is None or not Path(Log.folder, "last.pt").exists():
-        return ""
-    return f"; continue with: {command(sys.argv[0], '--resume', Log.folder)}"
-
-
-def command(script, *words):
-    """Return a command line that you can paste into a shell; names with spaces are quoted."""
-    return f"python {shlex.join(map(str, [script, *words]))}"
+def is_first():
+    """Return True in the process that prints and writes: rank 0 of torchrun, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print0(*lines):
     """Print lines on rank 0 only, above the progress bar if there is one."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         tqdm.write("\n".join(lines))
 
 
 def bar(items, text, **how):
     """Return a progress bar over items, for rank 0 in a terminal. how: more arguments of tqdm."""
-    rank = os.environ.get("RANK", "0")
-    return tqdm(items, text, disable=rank != "0" or None, **how)    # None: only in a terminal
+    return tqdm(items, text, disable=not is_first() or None, **how)     # None: only in a terminal
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
-def parse_flags(parser, task, recipes, default):
+def parse_flags(parser, recipes, default):
     """Parse the flags. Priority: command line, then the run of --resume, then the recipe of --data.
 
-    task: the script's name for its task, as in its checkpoints. recipes: {data set: {flag: value}}.
-    default: the data set without --data and --data_dir.
+    recipes: {data set: {flag: value}}. default: the data set without --data and --data_dir.
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -95,18 +77,12 @@ def parse_flags(parser, task, recipes, default):
         first.add_argument(name)
     given, _ = first.parse_known_args()
     checkpoint = load(Path(given.resume, "last.pt")) if given.resume else {}
-    if checkpoint.get("task", task) != task:
-        raise InputError(f"--resume {given.resume}: its task is {checkpoint['task']}, expected "
-                         f"{task}; resume it with the script that trained it")
     # Flags that belong to one command or machine are not restored.
     once = ("device", "download", "max_steps", "out_dir", "resume")
     stored = {k: v for k, v in checkpoint.get("args", {}).items() if k not in once}
     data = given.data or stored.get("data") or ("folder" if given.data_dir else default)
     parser.set_defaults(**{"data": data, **recipes.get(data, {}), **stored})
     args = parser.parse_args()
-    changed = {k: v for k, v in vars(args).items() if k in stored and v != stored[k]}
-    if changed:
-        print0(f"changed flags: {changed}")
     if args.data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
                          f"--data_dir or --data shapes out")
@@ -125,8 +101,8 @@ def parse_layers(text, depth):
 def new_run(folder):
     """Return `folder`. InputError if it already contains a run."""
     if Path(folder, "last.pt").exists():
-        raise InputError(f"{folder} holds a run: continue it with --resume "
-                         f"{shlex.quote(str(folder))}, or choose another --out_dir")
+        raise InputError(f"{folder} holds a run: continue it with --resume {folder}, or choose "
+                         f"another --out_dir")
     return folder
 
 
@@ -160,39 +136,29 @@ def check_batch_size(batch_size, world):
 # --- the log: one JSON object per line ------------------------------------------------------------
 
 def to_json(row):
-    """Return a row as JSON. JSON has no infinity, so lambda = inf becomes the text "inf"."""
-    def plain(x):
-        if isinstance(x, dict):
-            return {name: plain(value) for name, value in x.items()}
-        return "inf" if x == math.inf else x
-    return json.dumps(plain(row))
+    """Return a row as a line of JSON, which has no infinity: lambda = inf becomes "inf"."""
+    return json.dumps(row).replace("Infinity", '"inf"') + "\n"
 
 
-class Log:
-    """The log.jsonl of a run. Every row has a `step`."""
-    folder = None                           # the folder of this process's run; `go_on` needs it
+def start_log(folder, step):
+    """Create the folder and its log.jsonl; return the log's path.
 
-    def __init__(self, folder, step):
-        """Create the folder and the log. A resumed run keeps the rows up to `step`."""
-        self.path = Path(folder, "log.jsonl")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in read_log(self.path) if row["step"] <= step] if step else []
-        with replacing(self.path) as tmp:
-            tmp.write_text("".join(to_json(row) + "\n" for row in rows))
-        Log.folder = folder
-
-    def append(self, row):
-        """Write a row, a dict. InputError if a number of an evaluation is not finite."""
-        for name, value in row.get("eval", {}).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise InputError(f"not finite at step {row['step']}: {name} {value}")
-        append_row(self.path, row)
+    Every row of a log has a `step`. A resumed run keeps the rows up to `step`.
+    """
+    path = Path(folder, "log.jsonl")
+    if is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in read_log(path) if row["step"] <= step] if step else []
+        with replacing(path) as tmp:
+            tmp.write_text("".join(map(to_json, rows)))
+    return path
 
 
 def append_row(path, row):
-    """Append a row, a dict, to a file of JSON lines."""
-    with open(path, "a", encoding="utf-8") as f:
-        f.write(to_json(row) + "\n")
+    """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
+    if is_first():
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(to_json(row))
 
 
 def read_log(path):
@@ -255,13 +221,7 @@ def replacing(path):
 
 
 def save(path, checkpoint):
-    """Write a checkpoint, a dict of plain types and tensors, completely or not at all.
-
-    InputError if a weight in checkpoint["model"] is not finite.
-    """
-    for name, weight in checkpoint.get("model", {}).items():
-        if not weight.isfinite().all():
-            raise InputError(f"not finite at step {checkpoint.get('step')}: the weight {name}")
+    """Write a checkpoint, a dict of plain types and tensors, completely or not at all."""
     with replacing(path) as tmp:
         torch.save(checkpoint, tmp)
 
@@ -276,8 +236,7 @@ def load(path):
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
     if not path.exists():
-        raise InputError(f"no checkpoint at {path}; expected a file written by torch.save, or the "
-                         f"folder of a run, which contains best.pt or last.pt")
+        raise InputError(f"there is no checkpoint {path}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):    # DeiT's files contain one
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -295,8 +254,7 @@ def check_unchanged(checkpoint, now):
     for name, value in now.items():
         if was.get(name) != value:
             raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
-                             f"{value!r:.60}; resume with the run's data and flags, or start "
-                             f"another run")
+                             f"{value!r:.60}")
 
 
 def load_optimizer(optimizer, state):
@@ -319,11 +277,10 @@ def describe_model(model, checkpoint, path):
 
 
 def add_result(folder, row):
-    """Append a row to results.jsonl in a folder, or in the folder of a file; rank 0 writes."""
-    if os.environ.get("RANK", "0") == "0":
-        folder = Path(folder) if Path(folder).suffix != ".pt" else Path(folder).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        append_row(folder / "results.jsonl", row)
+    """Append a row to results.jsonl in a folder, or in the folder of a checkpoint FILE.pt."""
+    folder = Path(folder) if Path(folder).suffix != ".pt" else Path(folder).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    append_row(folder / "results.jsonl", row)
 
 
 def absolute(path):

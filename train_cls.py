@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.augment import augment_uint8, mix, soft_targets, to_float
-from data.datasets import DATASETS, largest_share, load_data, split_name
+from data.datasets import DATASETS, load_data, split_name
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import DROPOUT, epoch_order, seed_from
 from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
@@ -133,7 +133,7 @@ def get_args():
     flag("--resume", help="continue the run in this folder, with its flags")
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
-    args, checkpoint = common.parse_flags(p, "classification", recipes, default="shapes")
+    args, checkpoint = common.parse_flags(p, recipes, default="shapes")
     args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{args.data}_{args.attn}")
     return args, checkpoint
 
@@ -222,8 +222,7 @@ def train_batches(source, args, start, stop, device, rank, world):
 def evaluate(model, source, args, device, rank, world):
     """Return dict(top1, top5, loss, images): accuracies in per cent, mean loss, number of images.
 
-    The processes share the images, and every image counts once. Top-5 accuracy is left out for
-    fewer than 6 classes.
+    The processes share the images, and every image counts once.
     """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)    # the images of this process
@@ -239,10 +238,7 @@ def evaluate(model, source, args, device, rank, world):
     if world > 1:
         dist.all_reduce(total)
     (top1, top5, loss), n = total.tolist(), len(source.labels)
-    metrics = dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
-    if len(source.classes) < 6:
-        del metrics["top5"]
-    return metrics
+    return dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -355,15 +351,12 @@ def main():
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
     # next row contains flags, commit, hardware and data.
-    out_dir = Path(args.out_dir)
-    if rank == 0:
-        log = common.Log(out_dir, first)
-        parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
-                        device=common.describe(device), parameters=parameters,
-                        training_images=len(train.labels)))
-        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + (f" | resumed at step {first}" if first else ""))
+    out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
+    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
+    common.append_row(log, dict(
+        step=first, args=vars(args), **common.code_version(), world=world, device=hardware,
+        parameters=parameters, training_images=len(train.labels)))
+    common.print0(f"{parameters:,} parameters | {world} x {hardware} | {out_dir}, step {first}")
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
@@ -417,12 +410,9 @@ def main():
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
-            if rank == 0:
-                log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
-                                epoch=epoch, lr=lr))
-            progress.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
-            if progress.disable:
-                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
+            common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
+                                        epoch=epoch, lr=lr))
+            common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
         # each layer. These numbers show whether RPC acts.
@@ -430,13 +420,9 @@ def main():
         if evaluating:
             with autocast:
                 metrics = evaluate(model, val, args, device, rank, world)
-            if rank == 0:
-                log.append(dict(step=done, eval=metrics, epoch=epoch,
-                                **key_statistics(model, forward=model.forward, inputs=images[:32])))
-            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if isinstance(value, float))
-            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}  largest class "
-                          f"{largest_share(val):.2f}")
+            keys = key_statistics(model, forward=model.forward, inputs=images[:32])
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}")
 
         # Save. A file is replaced completely or not at all. A run that is killed before this line
         # repeats the evaluation when it is resumed.
@@ -455,19 +441,11 @@ def main():
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    # Print the result, if the last step was evaluated.
-    if metrics:
-        top5 = f"top-5 {metrics['top5']:.2f} %, " if "top5" in metrics else ""
-        minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy "
-                      f"{metrics['top1']:.2f} % ({top5}{metrics['images']} images, "
-                      f"{largest_share(val):.1f} % of them in the largest class) after "
-                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes")
-        if best:
-            common.print0(f"best.pt: the lowest validation loss, {best['loss']:.3f}, was after "
-                          f"{best['step'] / epoch_steps:.1f} epochs (accuracy {best['top1']:.2f} "
-                          f"%); the next command evaluates best.pt on the test images")
-        common.print0(f"next: {common.command('eval_robust.py', '--ckpt', out_dir)}")
+    common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
+                  f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if best:
+        common.print0(f"best.pt, with the lowest validation loss: {best}")
+    common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

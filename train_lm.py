@@ -134,7 +134,7 @@ def get_args():
          "out/text_<attn> for folder)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    args, checkpoint = common.parse_flags(p, "language modelling", RECIPES, default="pydoc")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
     if not args.sample and not args.eval_only:
         name = "text" if args.data == "folder" else args.data
         args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{name}_{args.attn}")
@@ -356,15 +356,12 @@ def main():
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
     # next row contains flags, commit, hardware and data.
-    out_dir = Path(args.out_dir)
-    if rank == 0:
-        log = common.Log(out_dir, first)
-        parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
-                        device=common.describe(device), parameters=parameters,
-                        train_tokens=len(corpus.train), vocab_size=len(vocab)))
-        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + (f" | resumed at step {first}" if first else ""))
+    out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
+    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
+    common.append_row(log, dict(
+        step=first, args=vars(args), **common.code_version(), world=world, device=hardware,
+        parameters=parameters, train_tokens=len(corpus.train), vocab_size=len(vocab)))
+    common.print0(f"{parameters:,} parameters | {world} x {hardware} | {out_dir}, step {first}")
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
@@ -410,30 +407,21 @@ def main():
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * args.context * len(pending) / (time.perf_counter() - clock)
-            if rank == 0:
-                log.append(dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate, lr=lr))
-            progress.set_postfix_str(f"loss {loss:.3f} {rate:.0f} tokens/s")
-            if progress.disable:
-                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
+            common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate,
+                                        lr=lr))
+            common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
 
         # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
         # nonzero entries of S in each layer. These numbers show whether RPC acts.
-        metrics = {}
         if evaluating:
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
-            if rank == 0:
-                text = ""
-                if args.words and not config.reads_the_future and metrics["perplexity"] < math.inf:
-                    text = sample(model, vocab, args, device)
-                log.append(dict(step=done, eval=metrics, sample=text,
-                                **key_statistics(model, forward=model.hidden,
-                                                 inputs=windows[:8, :-1])))
-                if text:
-                    common.print0(textwrap.shorten(text, 100))
-            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if isinstance(value, float))
-            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
+            written = args.words and not config.reads_the_future    # such a model cannot write
+            text = sample(model, vocab, args, device) if written else ""
+            keys = key_statistics(model, forward=model.hidden, inputs=windows[:8, :-1])
+            common.append_row(log, dict(step=done, eval=metrics, sample=text, **keys))
+            common.print0(f"step {done:6d}  valid perplexity {metrics['perplexity']:.2f}  "
+                          + textwrap.shorten(text, 80))
 
         # Save. A file is replaced completely or not at all. A run that is killed before this line
         # repeats the evaluation when it is resumed.
@@ -450,15 +438,10 @@ def main():
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    # Print the result, if the last step was evaluated.
-    if metrics:
-        minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                      f"(segment-wise) after {stop} steps, {minutes:.1f} minutes")
-        if best:
-            common.print0(f"best.pt: the lowest valid perplexity, {best['perplexity']:.2f}, was "
-                          f"after {best['step']} steps")
-        common.print0(f"next: {common.command('train_lm.py', '--eval_only', out_dir)}")
+    common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
+                  f"(segment-wise), {(time.perf_counter() - began) / 60:.1f} minutes",
+                  f"best.pt, with the lowest valid perplexity: {best}",
+                  f"next: python train_lm.py --eval_only {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -158,7 +158,7 @@ def get_args():
     # minutes. --attn then chooses the backbone, and names the run's folder. If other flags of the
     # encoder are on the command line, training starts from scratch.
     recipes = {name: dict(optimizer="adamw") | recipe for name, recipe in RECIPES.items()}
-    args, checkpoint = common.parse_flags(p, "segmentation", recipes, default="shapes")
+    args, checkpoint = common.parse_flags(p, recipes, default="shapes")
     if checkpoint or args.eval_only:
         args.out_dir = args.resume or args.out_dir
         return args, checkpoint
@@ -381,15 +381,12 @@ def main():
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
     # next row contains flags, commit, hardware and data.
-    out_dir = Path(args.out_dir)
-    if rank == 0:
-        log = common.Log(out_dir, first)
-        parameters = sum(p.numel() for p in model.parameters())
-        log.append(dict(step=first, args=vars(args), **common.code_version(), world=world,
-                        device=common.describe(device), parameters=parameters,
-                        training_images=len(train)))
-        common.print0(f"{parameters:,} parameters | {world} x {common.describe(device)} | {out_dir}"
-                      + (f" | resumed at step {first}" if first else ""))
+    out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
+    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
+    common.append_row(log, dict(
+        step=first, args=vars(args), **common.code_version(), world=world, device=hardware,
+        parameters=parameters, training_images=len(train)))
+    common.print0(f"{parameters:,} parameters | {world} x {hardware} | {out_dir}, step {first}")
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
@@ -441,12 +438,9 @@ def main():
                 dist.all_reduce(recent)
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
-            if rank == 0:
-                log.append(dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
-                                epoch=epoch, lr=lr))
-            progress.set_postfix_str(f"loss {loss:.3f} {rate:.0f} images/s")
-            if progress.disable:
-                common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
+            common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
+                                        epoch=epoch, lr=lr))
+            common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
         # each layer. These numbers show whether RPC acts.
@@ -454,12 +448,9 @@ def main():
         if evaluating:
             metrics, _ = evaluate(model, val, **evaluation, rank=rank, world=world,
                                   progress="evaluating")            # _: the confusion matrix
-            if rank == 0:
-                log.append(dict(step=done, eval=metrics, epoch=epoch,
-                                **key_statistics(model, forward=model.masks, inputs=images[:8])))
-            numbers = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items()
-                                if isinstance(value, float))
-            common.print0(f"step {done:6d}  training loss {loss:.4f}   {numbers}")
+            keys = key_statistics(model, forward=model.masks, inputs=images[:8])
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
         # Save. A file is replaced completely or not at all. A run that is killed before this line
         # repeats the evaluation when it is resumed.
@@ -477,23 +468,17 @@ def main():
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    # Draw predictions, and print the result if the last step was evaluated.
+    # Draw predictions, and print the result.
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         triples = predictions(model.eval(), val, index, **evaluation)   # image, truth, prediction
         save_pictures(out_dir / "pictures.png", triples, val.classes)
-        common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}")
-    if metrics:
-        minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
-                      f"of {metrics['classes']} classes, mean accuracy "
-                      f"{metrics['mean_accuracy']:.2f} % ({metrics['images']} images) after "
-                      f"{stop / epoch_steps:.1f} epochs, {minutes:.1f} minutes")
-        if best:
-            common.print0(f"best.pt: the highest validation mean IoU, {best['mean_iou']:.2f} %, "
-                          f"was after {best['step'] / epoch_steps:.1f} epochs; the next command "
-                          f"evaluates best.pt on the test images")
-        common.print0(f"next: {common.command('train_seg.py', '--eval_only', out_dir)}")
+    common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
+                  f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if best:
+        common.print0(f"best.pt, with the highest validation mean IoU: {best}")
+    common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}",
+                  f"next: python train_seg.py --eval_only {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

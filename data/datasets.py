@@ -225,9 +225,3 @@ def split_name(args):
     if args.holdout or args.data == "folder":
         return "validation"
     return "val" if args.data == "imagenet" else "test"
-
-
-def largest_share(split):
-    """Return the majority-class rate in per cent: the accuracy of always guessing that class."""
-    labels = torch.as_tensor(split.labels)
-    return 100 * labels.bincount().max().item() / len(labels)

@@ -33,7 +33,6 @@ def call(function, *parts, **named):
     """Call function() with these flags as the command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *flags(*parts, **named)])
-        patch.setattr(common.Log, "folder", None)           # forget earlier runs
         return function()
 
 
