@@ -32,11 +32,8 @@ def dlr(logits, labels):
     """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)).
 
     z_(i): the i-th largest logit. Shifting the logits or scaling them by a positive factor does not
-    change the loss. InputError for fewer than 3 classes.
+    change the loss.
     """
-    if logits.shape[1] < 3:
-        raise InputError(f"{logits.shape[1]} classes, but the DLR loss compares three logits: "
-                         "expected 3 or more")
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
 
@@ -182,12 +179,10 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
-def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
+def box_projection(v, w, b, low=0.0, high=1.0):
     """Return d, (B, n), with the smallest max|d| such that <w, v + d> = b, low <= v + d <= high.
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
-    rounds: Newton steps per test of convergence. Each test stalls a GPU, and additional steps do
-    not change d, so a GPU takes more steps per test.
 
     Method: move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v>
     by D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
@@ -195,22 +190,18 @@ def box_projection(v, w, b, low=0.0, high=1.0, rounds=None):
     `fra31/auto-attack:autoattack/fab_projections.py`, sorts and bisects; its d is the same, but it
     is slower.
     """
-    rounds = rounds or (1 if v.device.type == "cpu" else 8)
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
     room = torch.where(w > 0, v - low, high - v)
     slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
-    ends, mask = slopes * room, torch.empty_like(w)         # floats: faster than bool * float
-    lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
-    while True:
-        before = lam
-        for _ in range(rounds):
-            # Coordinates with room <= lam reach their bound; as lam grows, more of them do.
-            used = (ends * torch.le(room, lam, out=mask)).sum(1, keepdim=True)
-            slope = (slopes * torch.gt(room, lam, out=mask)).sum(1, keepdim=True)
-            lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
-        if not (lam > before).any():
-            return -w.sign() * torch.minimum(lam, room)
+    lam, before = c / slopes.sum(1, keepdim=True).clamp_min(tiny), None
+    while before is None or (lam > before).any():
+        # Coordinates with room <= lam reach their bound; as lam grows, more of them do.
+        before, at_bound = lam, (room <= lam).to(w.dtype)
+        used = (slopes * room * at_bound).sum(1, keepdim=True)
+        slope = (slopes * (1 - at_bound)).sum(1, keepdim=True)
+        lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
+    return -w.sign() * torch.minimum(lam, room)
 
 
 def within(adv, images, eps):
@@ -219,35 +210,32 @@ def within(adv, images, eps):
 
 
 @torch.no_grad()
-def fab_distance(model, images, labels, *, enough=0.0, steps=100, num_targets=9, clip=True):
-    """Find the nearest adversarial images with FAB-T.
+def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0, index=None):
+    """Find near adversarial images with FAB-T, for each of the likeliest wrong classes in turn.
 
-    enough: a distance, a number or a tensor as eps. The search for an image ends when an
-    adversarial image within this distance is found. Source:
+    The search for an image ends when an adversarial image within eps is found. Returns the clean
+    image if none is found. seed, index: not used, because nothing is random. Source:
     `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
-
-    Returns:
-        adv, shaped as images, and the L-infinity distances (B,). If no adversarial image was found,
-        or if the clean image is misclassified, adv is the clean image and the distance is inf.
     """
-    logits = clean_logits(model, images, enough, clip)
+    logits = clean_logits(model, images, eps, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
-                        enough=per_image(images, enough), adv=images,
+                        eps=per_image(images, eps), adv=images,
                         distance=torch.full_like(logits[:, 0], torch.inf))
-    adv, distance = images.clone(), s.distance.clone()
+    adv = images.clone()
     s = select_rows(s, logits.argmax(1) == labels)
     for k in range(s.targets.shape[1]):
         s.x = s.x0
         for i in range(steps):
             if not len(s.row):
-                return adv, distance
+                return adv
             fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
-                adv[s.row], distance[s.row] = s.adv, s.distance
-                s = select_rows(s, ~within(s.adv, s.x0, s.enough) | s.distance.isinf())
-    return adv, distance
+                found = within(s.adv, s.x0, s.eps) & s.distance.isfinite()
+                adv[s.row[found]] = s.adv[found]
+                s = select_rows(s, ~found)
+    return adv
 
 
 def fab_step(s, model, targets, low, high):
@@ -275,20 +263,7 @@ def fab_step(s, model, targets, low, high):
     s.x = torch.where(column(fooled), s.x0 + 0.9 * (x - s.x0), x)
 
 
-@torch.no_grad()
-def fab_t(model, images, labels, eps, *, seed=0, index=None, **options):
-    """FAB-T: return the images of `fab_distance` that lie within eps, else the clean images.
-
-    seed, index: not used, because nothing is random.
-    """
-    adv, _ = fab_distance(model, images, labels, enough=eps, **options)
-    return torch.where(column(within(adv, images, eps)), adv, images)
-
-
 # --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
-
-EVERY = 50                                      # finished images leave every 50 queries
-
 
 @torch.no_grad()
 def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
@@ -311,13 +286,13 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
         return adv
     s.margin = margin(forward(model, s.best), s.labels)
     for query in range(queries):
-        if query % EVERY == 0:
+        if query % 50 == 0:
             s = leave(s, adv)
             if not len(s.row):
                 return adv
-            draws = uniform(s.index, EVERY * (2 + C), seed, SQUARE, 1 + query // EVERY)
-            draws = draws.view(-1, EVERY, 2 + C)
-        draw = draws[:, query % EVERY]                          # 2 for the place, C for the signs
+            draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + query // 50)
+            draws = draws.view(-1, 50, 2 + C)
+        draw = draws[:, query % 50]                             # 2 for the place, C for the signs
         inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)

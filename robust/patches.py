@@ -29,8 +29,6 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     Returns:
         the corrupted images, and which patches were corrupted, (B, P) bool.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}, expected one of {KINDS}")
     B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from robust.attacks import fgsm
-from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_distance, fab_t,
+from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_t,
                                likely_targets, random_square, square, targeted_dlr)
 from golden_net import trained_network
 from test_attacks import CASCADE as QUICK, EPS, right as robust
@@ -89,11 +89,11 @@ def test_fab_finds_the_points_of_pyautoattack(own):
     model, images, labels = own
     right = robust(model, images, labels)
     x, y = images[right][:12], labels[right][:12]
-    reference = module.FABAttack_PT(model, norm="Linf", eps=EPS, n_iter=12, targeted=True,
+    reference = module.FABAttack_PT(model, norm="Linf", eps=EPS, n_iter=9, targeted=True,
                                     device="cpu")
     reference.target_class = 2
     theirs = reference.attack_single_run(x, y, is_targeted=True)
-    adv, _ = fab_distance(model, x, y, steps=12, num_targets=1)
+    adv = fab_t(model, x, y, 1.0, steps=9, num_targets=1)
     assert ((adv - theirs).abs().amax((1, 2, 3)) < 1e-4).sum() >= 10
 
 
@@ -133,7 +133,6 @@ def test_box_projection_equals_pyautoattack():
     b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
     d = box_projection(v, w, b)
     assert (d - reference.projection_linf(v, w, b)).abs().max() < 1e-10
-    assert torch.equal(box_projection(v, w, b, rounds=8), d)           # as on a GPU
     feasible = share.abs() < 1
     assert ((w * (v + d)).sum(1) - b)[feasible].abs().max() < 1e-12 * n
     assert (d[w == 0] == 0).all() and (v + d).min() >= 0 and (v + d).max() <= 1 + 1e-15
