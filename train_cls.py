@@ -24,6 +24,7 @@ import math
 import os
 import time
 from dataclasses import asdict
+from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,8 @@ from common import InputError, bar
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data, split_name
 from data.images import Split, fingerprint, image_batches, send
-from data.rng import DROPOUT, epoch_order, seed_from
+from data.rng import ADVERSARIAL, DROPOUT, epoch_order, seed_from
+from robust.attacks import pgd
 from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
 
@@ -60,54 +62,46 @@ def get_args():
     flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
     flag("--num_images", type=int, default=16000, help="render this many training images "
          "(default: %(default)s)")
-    flag("--holdout", type=int, default=0, help="hold out this many training images, evaluate on "
-         "them instead of the test images, and keep the checkpoint with the lowest loss on them "
-         "as best.pt; of your own images, a tenth is always held out")
+    flag("--holdout", type=int, default=0, help="hold out this many training images, and evaluate "
+         "on them instead of the test images; of your own images, a tenth is always held out")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
          help="decode ImageNet with this many processes per GPU (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
          "or of a FAN (fully attentional network) (default: %(default)s)")
-    flag("--image_size", type=int, help="use images with this side, in pixels (default: "
-         "%(default)s)")
-    flag("--patch_size", type=int, help="cut images into patches with this side, in pixels "
-         "(default: %(default)s)")
+    flag("--image_size", type=int, help="side of an image in pixels (default: %(default)s)")
+    flag("--patch_size", type=int, help="side of a patch in pixels (default: %(default)s)")
     # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
          "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=int, default=4, help="run this many steps of PAP, the algorithm in "
-         "RPC-Attention (default: %(default)s; the paper uses 4 to 6 for layer 0, and 2 for all "
-         "layers)")
-    flag("--lambd", type=float, default=4.0, help="set PAP's lambda (default: %(default)s; the "
-         "paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0)")
+         "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
+    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; the paper uses 4 for layer 0, "
+         "and 3 for all layers; with inf the sparse part S stays 0")
     flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
          "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch and the released RPC code (default), or like DeiT (trunc_normal); without this "
-         "flag, a ViT uses default and a FAN trunc_normal")
+         "PyTorch and the released RPC code (default: of a ViT), or like DeiT (of a FAN)")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
          "--patch_size; a head for other classes is new")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=int, help="train for this many epochs, the length of the schedule "
          "(default: %(default)s; for your own images 1.8 sqrt(images), at least 8)")
-    flag("--batch_size", type=int, help="use this many images per step, over all processes "
-         "(default: %(default)s)")
-    flag("--lr", type=float, help="set the highest learning rate (default: %(default)s); DeiT's is "
+    flag("--batch_size", type=int, help="images per step, over all processes (default: "
+         "%(default)s)")
+    flag("--lr", type=float, help="highest learning rate (default: %(default)s); DeiT's is "
          "batch_size * 5e-4 / 512")
-    flag("--warmup_epochs", type=float, default=1, help="warm up for this many epochs "
-         "(default: %(default)s)")
-    flag("--weight_decay", type=float, default=0.05, help="set the weight decay of matrices "
-         "(default: %(default)s)")
-    flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (default: "
-         "%(default)s; 0: no clipping)")
-    flag("--adv_eps", type=pixels, default=0.0, help="train on adversarial images, whose pixels "
-         "change by up to this, for example 2/255; 0 trains on clean images")
+    flag("--warmup_epochs", type=float, default=1, help="epochs of warm-up (default: %(default)s)")
+    flag("--weight_decay", type=float, default=0.05, help="of matrices (default: %(default)s)")
+    flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (0: no clipping)")
+    flag("--adv_eps", type=lambda text: float(Fraction(text)), default=0.0, help="train on "
+         "adversarial images, whose pixels change by up to this, for example 2/255")
     flag("--adv_steps", type=int, default=3, help="run this many PGD steps per adversarial image")
 
     flag = p.add_argument_group("augmentation").add_argument
@@ -117,7 +111,7 @@ def get_args():
     flag("--mixup", type=float, default=0.0, help="turn on Mixup with this alpha")
     flag("--cutmix", type=float, default=0.0, help="turn on CutMix with this alpha")
     flag("--smoothing", type=float, default=0.1, help="spread this share of each label over all "
-         "classes (label smoothing) (default: %(default)s)")
+         "classes (default: %(default)s)")
     flag("--repeats", type=int, default=1, help="draw 1/REPEATS of the images per epoch, and use "
          "each drawn image REPEATS times; the number of steps stays the same")
 
@@ -138,46 +132,37 @@ def get_args():
     return args, checkpoint
 
 
-def pixels(text):
-    """Read "2/255" or "0.01" as a float from 0 to 1; a type for argparse."""
-    numerator, _, denominator = text.partition("/")
-    value = float(numerator) / float(denominator or 1)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1, the range of pixels")
-    return value
-
-
 # --- batches --------------------------------------------------------------------------------------
 
 def batch_keys(args, n, start, stop, rank, world):
     """Yield (position, index) for each step from `start` to `stop` - 1, int64 of shape (b,) each.
 
     position: a sample's number in the whole run, which determines its random numbers. index: the
-    number of its image, 0 to n - 1. Process `rank` gets a contiguous part of the batch, b =
-    batch_size / world samples, because mixing needs neighbours. Copies of an image (--repeats) are
-    moved apart first, so that no image is mixed with its copy.
+    number of its image, 0 to n - 1. Process `rank` gets b = batch_size / world neighbouring samples
+    of the batch.
     """
     b, epoch_steps = args.batch_size // world, n // args.batch_size
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
             order = epoch_order(n, epoch, args.seed, args.repeats)      # (n,), shuffled images
-        batch = order[i * args.batch_size:(i + 1) * args.batch_size]    # copies are neighbours
-        batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])    # copies apart
+        batch = order[i * args.batch_size:(i + 1) * args.batch_size]
+        # Neighbours are mixed. Copies of an image (--repeats) are neighbours here: move them apart.
+        batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         part = slice(rank * b, (rank + 1) * b)
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
 
 
 def load_batches(source, keys, args, device, transform=None):
-    """Yield images (b, 3, S, S) uint8, labels (b,) and positions (b,) for each pair in `keys`.
+    """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
-    keys: pairs (position, index) as in `batch_keys`. Images and labels are on the device. source: a
-    Split, which holds all images on the device, or a Dataset, whose files are decoded by worker
-    processes. transform: a function of (images, positions); workers run it after decoding.
+    source: a Split, which holds all images on the device, or a Dataset, whose files are decoded by
+    worker processes. keys: pairs (position, index) as in `batch_keys`. transform: a function of
+    (images, positions), which workers run after decoding.
     """
     if isinstance(source, Split):
         for position, index in keys:
-            index = send(index, device)                             # .to(device), non_blocking
+            index = send(index, device)                             # index.to(device)
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
         return
@@ -194,19 +179,21 @@ CHUNK = 2 ** 14, 2 ** 29                # augment at most this many images, and 
 def train_batches(source, args, start, stop, device, rank, world):
     """Yield augmented images (b, 3, S, S), target distributions (b, K), and positions (b,).
 
-    A GPU augments a chunk of batches in one call, because a call takes about the same time for one
-    batch. A sample's random numbers depend on its position alone, so chunks change no number.
+    A GPU augments a chunk of several batches in one call, because one batch would take about as
+    long. A sample's random numbers depend on its position alone, so chunks change no number. On a
+    CPU a chunk is one batch, and the processes that decode files also augment.
     """
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing and mixing follow.
     augment = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     on_cpu, b = device.type == "cpu", args.batch_size // world
-    images_at_once = min(CHUNK[0], CHUNK[1] // (3 * args.image_size ** 2))
+    most = min(CHUNK[0], CHUNK[1] // (3 * args.image_size ** 2))    # images in a chunk
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     loaded = load_batches(source, keys, args, device, transform=augment if on_cpu else None)
-    while chunk := list(islice(loaded, 1 if on_cpu else max(1, images_at_once // b))):
+    while chunk := list(islice(loaded, 1 if on_cpu else max(1, most // b))):
         images, labels, position = (torch.cat(parts) for parts in zip(*chunk))
-        images = images if on_cpu else augment(images, position)
+        if not on_cpu:
+            images = augment(images, position)
         images = to_float(images, position, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         for x, y, place in zip(images.split(b), targets.split(b), position.split(b)):
@@ -254,16 +241,13 @@ def learning_rate(step, warmup, total, args):
 
 
 def load_weights(model, path):
-    """Load the weights of a classifier, to train them further.
-
-    Positions are interpolated to another image size. The model keeps its own head if the file has
-    another number of classes.
-    """
+    """Load the weights of a classifier into the model, to train them further."""
     checkpoint, own, c = common.load(path), model.state_dict(), model.config
-    if "task" not in checkpoint:                        # a file of DeiT, timm or the released code
-        checkpoint = dict(model=load_timm(checkpoint).state_dict())
-    weights, side = dict(checkpoint["model"]), c.image_size // c.patch_size
+    # A file without our entry "task" is a file of DeiT, timm or the released code.
+    weights = dict(checkpoint["model"] if "task" in checkpoint else
+                   load_timm(checkpoint).state_dict())
     if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # not a FAN
+        side = c.image_size // c.patch_size                 # interpolate to another image size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
     if len(weights["head.weight"]) != c.num_classes:
         common.print0(f"{path}: the head for {c.num_classes} classes is new")
@@ -275,7 +259,7 @@ def main():
     args, checkpoint = get_args()
 
     # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
-    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
@@ -283,14 +267,14 @@ def main():
     torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. `val` contains the images to evaluate on: held-out images for your own images and with
-    # --holdout, else the test images. Held-out images choose best.pt.
+    # Data. `val` contains held-out images for your own images and with --holdout, else the test
+    # images. Only held-out images choose best.pt.
     train, val = load_data(args, device)
     keep_best = args.data == "folder" or args.holdout > 0
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
     if args.batch_size > len(train.labels):
-        raise InputError(f"--batch_size {args.batch_size}: there are only {len(train.labels)} "
-                         f"training images; choose a smaller batch")
+        raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
+                         f"training images")
     if (args.mixup or args.cutmix) and 1 < args.repeats > args.batch_size // 2:
         raise InputError(f"--batch_size {args.batch_size}: with --repeats {args.repeats}, an image "
                          f"would be mixed with its own copy; choose {2 * args.repeats} or more")
@@ -299,8 +283,7 @@ def main():
         args.epochs = max(8, round(1.8 * len(train.labels) ** 0.5))
     total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
 
-    # Model. The flags describe the model, also with --resume. --init_from loads the weights of the
-    # head only if the number of classes agrees.
+    # Model. The flags describe the model, also with --resume.
     if args.model in SIZES:
         Model, Config, size = ViT, ViTConfig, SIZES[args.model]
     else:
@@ -319,8 +302,8 @@ def main():
         load_weights(model, args.init_from)
     # Freeze parameters here: model.patch_embed.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser. Weight decay applies to matrices: to weights of layers, to mlp.temperature of a FAN
-    # and to learned.s of Scaled Attention.
+    # Optimiser. Weight decay applies to matrices, of which FAN's mlp.temperature and learned.s of
+    # Scaled Attention have other names than "weight".
     matrices = ("weight", "mlp.temperature", "learned.s")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -329,10 +312,8 @@ def main():
     groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. The data, which `about` describes, the model and the batch size must be the same as
-    # before. `load_optimizer` keeps the settings of this command, such as --weight_decay, which
-    # optimizer.load_state_dict would replace. Random numbers have no state: they depend on seed,
-    # step and sample only.
+    # Resume. The data, the model and the batch size must be the same as before; other flags may
+    # change. Random numbers have no state: they depend on seed, step and sample only.
     about = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
         common.check_unchanged(checkpoint, dict(about, **asdict(config),
@@ -342,15 +323,14 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
     # a CUDA graph, so the CPU does not launch each kernel.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
-    # next row contains flags, commit, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
     parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
     common.append_row(log, dict(
@@ -361,8 +341,6 @@ def main():
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
-    if args.adv_eps:
-        from robust.adversarial import adversarial
     progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     began = clock = time.perf_counter()
     pending = []                            # loss and gradient norm of the steps not yet logged
@@ -371,18 +349,20 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch. Adversarial training changes its pixels so that the network's loss rises. The
-        # attack uses `model`: DDP needs a backward pass after each forward pass, and the attack
-        # calls the network in eval mode, which would need CUDA graphs of its own.
+        # A batch. Adversarial training (Madry et al. 2018) changes its pixels so that the loss rises.
+        # The attack uses `model`, because DDP needs a backward pass after each pass through `net`.
         images, targets, position = next(batches)
         if args.adv_eps:
-            with autocast:
-                images = adversarial(model, images, targets, first=position[0].item(),
-                                     eps=args.adv_eps, steps=args.adv_steps, seed=args.seed)
+            model.eval()
+            with autocast:                              # erased pixels can lie outside [0, 1]
+                images = pgd(model, images.clamp(0, 1), targets, args.adv_eps,
+                             steps=args.adv_steps, alpha=2.5 * args.adv_eps / args.adv_steps,
+                             seed=args.seed, index=position, purpose=ADVERSARIAL)
+            model.train()
 
-        # Forward and backward. Each step and process has its own seed for drop path, so a resumed
-        # run draws the same masks.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
+        # Forward and backward. The seed of a step and process determines the masks of drop path,
+        # so a resumed run draws the same masks.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
@@ -393,17 +373,14 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
-        # every --eval_every epochs and at the end. Save after every evaluation and every epoch. Log
-        # after every LOG_EVERY steps, and whenever the run is saved.
+        # The step number decides when to evaluate, save and log, so all processes agree.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
-        # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
-        # here, and not at every step.
+        # Log the means over all processes and all steps since the last row. The CPU waits for the
+        # device only here. `finite_means` ends the run if a loss or gradient norm is not finite.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -415,7 +392,7 @@ def main():
             common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
-        # each layer. These numbers show whether RPC acts.
+        # each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -424,8 +401,7 @@ def main():
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}")
 
-        # Save. A file is replaced completely or not at all. A run that is killed before this line
-        # repeats the evaluation when it is resumed.
+        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
         if saving and rank == 0:
             better = keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:

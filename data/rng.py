@@ -18,7 +18,7 @@ START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in rob
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
 TEXT_WINDOW = 70                        # data/text.py
 PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: images, so no clash with texts
-ADVERSARIAL = 90                        # robust/adversarial.py
+ADVERSARIAL = 90                        # train_cls.py
 FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 

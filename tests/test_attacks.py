@@ -7,10 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from torchvision.transforms.v2 import Normalize
 
 from robust import adaptive, attacks
-from robust.adversarial import adversarial
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, project_l1, restarted, sld,
                             spsa, spsa_gradient)
@@ -263,17 +261,6 @@ def test_restarts_keep_first_fooling_start(net):
     assert not (both & ~first).any() and both.sum() < first.sum()
     kept = ~first | both
     assert torch.equal(thrice[kept], once[kept]) and (thrice - images).abs().max() <= eps + 1e-6
-
-
-def test_adversarial_training_moves_pixels_by_eps():
-    """Use a linear model that normalises. The steps sum to 2.5 eps, so every pixel moves by eps."""
-    model, images, labels, w = linear_case()
-    net = torch.nn.Sequential(Normalize([0.4] * 3, [0.2] * 3), model)
-    targets = torch.nn.functional.one_hot(labels, 2).double()
-    for eps in (1 / 255, 16 / 255):
-        moved = adversarial(net, images, targets, 0, eps, steps=5, seed=0)
-        torch.testing.assert_close(moved, images - eps * w.view_as(images).sign())
-    assert net.training
 
 
 # --- RPC-Attention -------------------------------------------------------------------------------
