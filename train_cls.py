@@ -349,7 +349,7 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch. Adversarial training (Madry et al. 2018) changes its pixels so that the loss rises.
+        # A batch. Adversarial training (Madry et al. 2018) changes its pixels to raise the loss.
         # The attack uses `model`, because DDP needs a backward pass after each pass through `net`.
         images, targets, position = next(batches)
         if args.adv_eps:

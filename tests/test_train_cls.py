@@ -45,7 +45,7 @@ def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
 
 
 def test_a_run_resumed_within_a_chunk_gets_equal_batches(monkeypatch):
-    """A GPU augments a chunk of batches at once. Here a chunk has three batches, a "GPU" is the CPU.
+    """A GPU augments a chunk of batches at once; here three batches, and the "GPU" is the CPU.
 
     The resumed run begins with the second batch of a chunk, so its chunks are others.
     """
