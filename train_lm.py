@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, UNK, describe_corpus, lines_to_score, load_corpus, perplexity,
+from data.text import (EOS, SPLITS, UNK, lines_to_score, load_corpus, perplexity,
                        random_windows, sliding_nll, stored_vocabulary, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 from robust.words import WORD, word_swap
@@ -89,8 +89,8 @@ def get_args():
          "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=int, default=4, help="run this many steps of PAP, the algorithm in "
          "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; "
-         "the paper uses 4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
+    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; the paper uses 4 for layer 0, "
+         "and 3 for all layers; with inf the sparse part S stays 0")
     flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
          "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
@@ -147,19 +147,16 @@ def get_args():
 # --- batches --------------------------------------------------------------------------------------
 
 def load_text(args):
-    """Load the `Corpus` that the flags select.
-
-    InputError if a text has only --context tokens or fewer, because a window needs one more.
-    """
+    """Load the `Corpus` that the flags select. InputError if a text is shorter than a window."""
     folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
     corpus = load_corpus(folder)
     for split in SPLITS:                                # train, valid and test
         count = len(getattr(corpus, split))
         if count <= args.context:
             raise InputError(f"--context {args.context}: the {split} text in "
-                             f"{args.data_dir or folder} has only {count} tokens, expected more "
-                             f"than --context")
-    common.print0(f"{folder}: {describe_corpus(corpus)}")
+                             f"{args.data_dir or folder} has only {count} tokens")
+    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
+                  f"{len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
     return corpus
 
 
@@ -196,8 +193,8 @@ def evaluate_only(args, rank, world, device):
     segment: in windows that do not overlap. sliding: in overlapping windows.
     attacked: sliding, after the word swap; the inserted words count, but no model can predict them.
     attacked_unswapped: as attacked, but the inserted words do not count.
-    clean_unswapped: the same words in the clean text. The difference between attacked_unswapped and
-        clean_unswapped is the effect of the attack on the words that it did not replace.
+    clean_unswapped: the same words in the clean text, so the difference is the attack's effect on
+        words that it did not replace.
     unknown: per cent of the words that are not in the vocabulary.
     swapped: the number of replaced words. word: the word that replaces them.
     """
@@ -268,13 +265,6 @@ def sample(model, vocab, args, device):
     return re.sub(r" *\n[ \n]*", "\n", text).strip()
 
 
-def print_sample(args, device):
-    """Print a text that the model of --sample writes."""
-    checkpoint = common.load(args.sample)
-    model = lm_from_checkpoint(checkpoint).to(device)
-    print(sample(model, stored_vocabulary(checkpoint), args, device))
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, args):
@@ -292,10 +282,12 @@ def main():
     args, checkpoint = get_args()
 
     # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
-    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     if args.sample:
-        return print_sample(args, device)
+        checkpoint = common.load(args.sample)
+        model = lm_from_checkpoint(checkpoint).to(device)
+        return print(sample(model, stored_vocabulary(checkpoint), args, device))
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
@@ -305,7 +297,7 @@ def main():
     if args.eval_only:
         return evaluate_only(args, rank, world, device)
 
-    # Data. Look up --prompt now, so that an unknown word is an error before the training begins.
+    # Data. Look up --prompt now: an unknown word is an error before the training begins.
     corpus = load_text(args)
     vocab = corpus.vocab
     prompt_ids(args.prompt, vocab)
@@ -320,7 +312,7 @@ def main():
                                mu_over=args.mu_over), cutoffs=cutoffs)
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
-    # The property is true for --mu_over all. The function runs the model, to test its masks.
+    # The property is true for --mu_over all. The function runs the model to test its masks.
     if not config.reads_the_future and reads_the_future(model):
         raise InputError(f"--attn {args.attn}: the output for a word depends on later words; mask "
                          f"later words in attention.py if causal is true")
@@ -330,10 +322,8 @@ def main():
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
                                  fused=device.type == "cuda")
 
-    # Resume. The data, which `about` describes, the model and the batch size must be the same as
-    # before. `load_optimizer` keeps the settings of this command, which optimizer.load_state_dict
-    # would replace. Random numbers have no state: they depend on seed, step and place in the batch
-    # only.
+    # Resume. The data, the model and the batch size must be the same as before; other flags may
+    # change. Random numbers have no state: they depend on seed, step and place in the batch only.
     fingerprint = zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes())
     about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
                  fingerprint=fingerprint)
@@ -345,7 +335,7 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
     # a CUDA graph, so the CPU does not launch each kernel.
     compiling = device.type == "cuda" if args.compile is None else args.compile
@@ -354,8 +344,7 @@ def main():
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
-    # next row contains flags, commit, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
     parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
     common.append_row(log, dict(
@@ -374,12 +363,11 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch.
         windows = next(batches)
 
-        # Forward and backward. Each step and process has its own seed for dropout, so a resumed run
-        # draws the same masks. `net` returns one loss per token.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
+        # Forward and backward. The seed of a step and process determines the masks of dropout, so a
+        # resumed run draws the same masks. `net` returns one loss per token.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         with autocast:
             loss = net(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()
@@ -390,17 +378,13 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
-        # and save every --eval_every steps and at the end. Log after every LOG_EVERY steps, and
-        # whenever the run is saved.
+        # The step number decides when to evaluate, save and log, so all processes agree.
         done = step + 1
         evaluating = done == stop or done % args.eval_every == 0
-        saving = evaluating
-        logging = saving or done % common.LOG_EVERY == 0
+        logging = evaluating or done % common.LOG_EVERY == 0
 
-        # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
-        # here, and not at every step.
+        # Log the means over all processes and all steps since the last row. The CPU waits for the
+        # device only here. `finite_means` ends the run if a loss or gradient norm is not finite.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -412,7 +396,7 @@ def main():
             common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
 
         # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
-        # nonzero entries of S in each layer. These numbers show whether RPC acts.
+        # nonzero entries of S in each layer, which show whether RPC acts.
         if evaluating:
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
@@ -423,9 +407,8 @@ def main():
             common.print0(f"step {done:6d}  valid perplexity {metrics['perplexity']:.2f}  "
                           + textwrap.shorten(text, 80))
 
-        # Save. A file is replaced completely or not at all. A run that is killed before this line
-        # repeats the evaluation when it is resumed.
-        if saving and rank == 0:
+        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
+        if evaluating and rank == 0:
             better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)

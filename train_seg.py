@@ -30,7 +30,6 @@ import time
 from argparse import Namespace
 from dataclasses import asdict
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -53,16 +52,18 @@ from vit import SIZES, classifier_from_checkpoint, load_timm
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
     # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75 % (3 seeds)
-    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, dropout=0.0, num_workers=0,
-                   patch_size=4),
+    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, optimizer="adamw", dropout=0.0,
+                   num_workers=0, patch_size=4),
     # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6)
-    "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, eval_every=20),
+    "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, optimizer="adamw",
+                   eval_every=20),
     # the paper's run, which we did not repeat; the paper reports mean IoU 34.69 % (rpc) and 34.00 %
     # (symmetric)
     "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
                    weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
     # your own images; `main` chooses the number of epochs
-    "folder": dict(size=64, patch_size=8, batch_size=8, eval_every=10, attn="symmetric"),
+    "folder": dict(size=64, patch_size=8, batch_size=8, optimizer="adamw", eval_every=10,
+                   attn="symmetric"),
 }
 # The encoder's flags without --backbone. The recipe and the command line override them.
 ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
@@ -84,8 +85,7 @@ def get_args():
     flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
          "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
          "all layouts")
-    flag("--num_classes", type=int, help="expect this many classes (default "
-         "for folder: as many as the annotations contain)")
+    flag("--num_classes", type=int, help="expect this many classes (not for folder)")
     flag("--num_images", type=int, default=16000, help="render this many training images")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
          help="decode images with this many processes per GPU")
@@ -104,8 +104,8 @@ def get_args():
          "all; layer 0 is the first, which the paper calls layer1")
     flag("--n_iter", type=int, help="run this many steps of PAP, the algorithm in RPC-Attention; "
          "the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=float, help="set PAP's lambda; the paper uses "
-         "4 for layer 0, and 3 for all layers; with inf the sparse part S stays 0")
+    flag("--lambd", type=float, help="set PAP's lambda; the paper uses 4 for layer 0, and 3 for "
+         "all layers; with inf the sparse part S stays 0")
     flag("--form", choices=FORMS, help="run PAP like the released code (released), like the "
          "printed paper (paper), or like the paper with ADMM's sign (admm)")
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
@@ -134,12 +134,10 @@ def get_args():
          "these severities; without a number only clean images (default: 1 2 3 4 5)")
     flag("--scales", type=float, nargs="+", default=[1.0], help="resize images by these factors, "
          "and average the probabilities over all sizes (default: 1)")
-    flag("--flip", action=boolean, default=False, help="also average the probabilities over "
-         "mirrored images")
+    flag("--flip", action=boolean, default=False, help="average also over mirrored images")
     flag("--limit", type=int, help="evaluate on this many images (default: 320 corrupted scenes, "
          "else all)")
-    flag("--frost_dir", help="make frost from ImageNet-C's photographs in this folder (default: "
-         "from synthetic frost)")
+    flag("--frost_dir", help="make frost from ImageNet-C's photographs in this folder")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
@@ -153,30 +151,28 @@ def get_args():
          "out/seg_<data>_backbone if --backbone is given)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
-    # A backbone determines the encoder, so the encoder's flags become None. Training on scenes
-    # starts from a backbone in weights/, because a small network learns little from scratch in
-    # minutes. --attn then chooses the backbone, and names the run's folder. If other flags of the
-    # encoder are on the command line, training starts from scratch.
-    recipes = {name: dict(optimizer="adamw") | recipe for name, recipe in RECIPES.items()}
-    args, checkpoint = common.parse_flags(p, recipes, default="shapes")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
     if checkpoint or args.eval_only:
         args.out_dir = args.resume or args.out_dir
         return args, checkpoint
+
+    # A backbone determines the encoder, so the encoder's flags become None. Training on scenes
+    # starts from the backbone weights/shapes_<attn>.pt, because a small network learns little from
+    # scratch in minutes. With other flags of the encoder, training starts from scratch.
     given = [name for name in ENCODER if f"--{name}" in {w.split("=")[0] for w in sys.argv}]
+    shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn or 'rpc'}.pt"
     if args.backbone and given:
         raise InputError(f"--backbone {args.backbone} determines the encoder; leave out "
                          f"--{', --'.join(given)}")
-    shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn or 'rpc'}.pt"
     if args.backbone:
         vars(args).update(dict.fromkeys(ENCODER))
     elif args.data == "shapes" and given in ([], ["attn"]) and shipped.exists():
-        name = args.attn or "rpc"
-        vars(args).update(dict.fromkeys(ENCODER) | dict(backbone=os.path.relpath(shipped),
-                                                        attn=name))
+        args.backbone, attn = os.path.relpath(shipped), args.attn or "rpc"
+        vars(args).update(dict.fromkeys(ENCODER), attn=attn)
     else:
         vars(args).update({k: v for k, v in ENCODER.items() if getattr(args, k) is None})
-    name = args.attn or "backbone"
-    args.out_dir = common.new_run(args.out_dir or f"out/seg_{args.data}_{name}")
+    args.out_dir = common.new_run(args.out_dir
+                                  or f"out/seg_{args.data}_{args.attn or 'backbone'}")
     return args, checkpoint
 
 
@@ -248,45 +244,41 @@ def evaluate_only(args, rank, world, device):
     size = model.config.image_size
     window = args.window or size
     views = dict(window=window, stride=args.stride or window, scales=args.scales, flip=args.flip)
-    measures = [("clean", {})] + [("corruptions", dict(type=name, severities=args.severities))
-                                  for name in NAMES if args.severities]
     found, names = [], ("pixel_accuracy", "mean_accuracy", "mean_iou")
-    for name, settings in measures:
-        began = time.perf_counter()
-        limit = args.limit or (320 if name != "clean" and data == "shapes" else len(test))
+    for kind in ["clean", *NAMES] if args.severities else ["clean"]:
+        began, clean = time.perf_counter(), kind == "clean"
+        limit = args.limit or (320 if data == "shapes" and not clean else len(test))
         index = epoch_order(len(test), epoch=0, seed=args.seed)[:limit].tolist()
         results = []
-        for severity in settings.get("severities", [None]):     # None: clean images
-            change = severity and partial(corrupted, settings["type"], severity, args)
-            result, _ = evaluate(model, test, size=size, index=index, change=change, rank=rank,
-                                 world=world, num_workers=args.num_workers,
-                                 progress=settings.get("type", name), **views)
+        for severity in [None] if clean else args.severities:
+            def corrupted(images, numbers):
+                return corrupt(images, kind, severity, seed=args.seed, index=numbers,
+                               frost_dir=args.frost_dir)
+            result, _ = evaluate(model, test, size=size, index=index, rank=rank, world=world,
+                                 change=None if clean else corrupted, progress=kind,
+                                 num_workers=args.num_workers, **views)
             del result["images"]                        # the row has this number
             results.append(result)
-        numbers = {k: [r[k] for r in results] if settings else v for k, v in results[0].items()}
+        numbers = results[0] if clean else {k: [r[k] for r in results] for k in results[0]}
+        settings = {} if clean else dict(type=kind, severities=args.severities)
         row = dict(common.describe_model(model, checkpoint, args.eval_only), task="segmentation",
-                   data=data, data_dir=common.absolute(data_dir), name=name,
+                   data=data, data_dir=common.absolute(data_dir),
+                   name="clean" if clean else "corruptions",
                    settings=dict(settings, **views, frost_dir=common.absolute(args.frost_dir)),
                    images=len(index), seed=args.seed, precision="float32", **numbers,
                    seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                    **common.code_version(), hardware=common.describe(device), processes=world)
         common.add_result(args.out_dir or args.eval_only, row)
         means = (sum(r[k] for r in results) / len(results) for k in names)
-        found.append([settings.get("type", name), len(index), *(f"{mean:.2f}" for mean in means)])
+        found.append([kind, len(index), *(f"{mean:.2f}" for mean in means)])
     common.print0(common.table(found, ["measure", "images", *names]))
-
-
-def corrupted(name, severity, args, images, numbers):
-    """Corrupt images (b, 3, H, W) uint8, by random numbers of the image numbers `numbers`."""
-    return corrupt(images, name, severity, seed=args.seed, index=numbers,
-                   frost_dir=args.frost_dir)
 
 
 def main():
     args, checkpoint = get_args()
 
     # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
-    # every batch, and only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
@@ -319,8 +311,8 @@ def main():
         args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
     total = args.epochs * epoch_steps
 
-    # Model. With --resume, the checkpoint describes the model. Otherwise a backbone, if there is
-    # one, describes the encoder, and the flags describe the rest.
+    # Model. With --resume, the checkpoint describes the model. Otherwise the backbone describes the
+    # encoder, if there is one, and the flags describe the rest.
     backbone = common.load(args.backbone) if args.backbone and not args.resume else None
     if checkpoint:
         config = SegmenterConfig(**checkpoint["model_config"])
@@ -344,8 +336,7 @@ def main():
         common.print0(f"encoder from {args.backbone}")
     # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser. Weight decay applies to matrices: to the weights of layers and to the decoder's two
-    # projections.
+    # Optimiser. Weight decay applies to matrices, also to the decoder's two projections.
     matrices = ("weight", "proj_patch", "proj_classes")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -358,10 +349,8 @@ def main():
     else:
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. The data, which `about` describes, the model and the batch size must be the same as
-    # before. `load_optimizer` keeps the settings of this command, such as --weight_decay, which
-    # optimizer.load_state_dict would replace. Random numbers have no state: they depend on seed,
-    # step and sample only.
+    # Resume. The data, the model and the batch size must be the same as before; other flags may
+    # change. Random numbers have no state: they depend on seed, step and sample only.
     about = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
         names = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout", "size", "batch_size")
@@ -372,15 +361,14 @@ def main():
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile the model, and average gradients over processes. `net` is trained. `model`, which has
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
     # a CUDA graph, so the CPU does not launch each kernel.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`. The
-    # next row contains flags, commit, hardware and data.
+    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
     parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
     common.append_row(log, dict(
@@ -403,9 +391,9 @@ def main():
         images, labels = next(batches)
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes. The
-        # factor `world` is needed, because DDP averages gradients over processes. Each step and
-        # process has its own seed for dropout and drop path, so a resumed run draws the same masks.
-        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))    # a hash; DROPOUT is fixed
+        # factor `world` is needed, because DDP averages gradients over processes. The seed of a
+        # step and process determines dropout and drop path, so a resumed run draws the same masks.
+        torch.manual_seed(seed_from(args.seed, DROPOUT, step, rank))
         pixels = (labels != IGNORE).sum()
         if world > 1:
             dist.all_reduce(pixels)
@@ -421,17 +409,14 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree. Evaluate
-        # every --eval_every epochs and at the end. Save after every evaluation and every epoch. Log
-        # after every LOG_EVERY steps, and whenever the run is saved.
+        # The step number decides when to evaluate, save and log, so all processes agree.
         done, epoch = step + 1, (step + 1) / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
-        # Log the means over all processes and all steps since the last row. `finite_means` ends the
-        # run, and names the step, if a loss or gradient is not finite. The CPU waits for the device
-        # here, and not at every step.
+        # Log the means over all processes and all steps since the last row. The CPU waits for the
+        # device only here. `finite_means` ends the run if a loss or gradient norm is not finite.
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
@@ -443,7 +428,7 @@ def main():
             common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
-        # each layer. These numbers show whether RPC acts.
+        # each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
             metrics, _ = evaluate(model, val, **evaluation, rank=rank, world=world,
@@ -452,8 +437,7 @@ def main():
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
-        # Save. A file is replaced completely or not at all. A run that is killed before this line
-        # repeats the evaluation when it is resumed.
+        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
         if saving and rank == 0:
             better = keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
@@ -472,7 +456,7 @@ def main():
     if rank == 0:
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         triples = predictions(model.eval(), val, index, **evaluation)   # image, truth, prediction
-        save_pictures(out_dir / "pictures.png", triples, val.classes)
+        save_pictures(out_dir / "pictures.png", triples, len(val.classes))
     common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                   f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
     if best:
