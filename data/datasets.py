@@ -13,9 +13,9 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from common import InputError, print0
+from common import InputError, bar, print0
 from data.images import (ImageTree, Split, central_square, divide, file_hash, list_images,
-                         part_folders, progress, read_image)
+                         part_folders, read_image)
 from data.rng import epoch_order
 from data.shapes import load_shapes
 
@@ -52,7 +52,7 @@ def load_cifar10(data_dir, split, download=False):
         raise InputError(f"--data_dir {data_dir} has no CIFAR-10 {split} images, or not all 10 "
                          f"classes: expected cifar-10-batches-py/ or {split}/<class>/*")
     files = [(path, label) for label, paths in enumerate(found.values()) for path in paths]
-    images = [read_image(path) for path, _ in progress(files, f"decoding CIFAR-10 {split}", 20000)]
+    images = [read_image(path) for path, _ in bar(files, f"decoding CIFAR-10 {split}", leave=False)]
     return Split(torch.stack(images), torch.tensor([label for _, label in files]), list(found))
 
 
@@ -99,7 +99,7 @@ def load_photos(root, part, size, crop=1.0, seen=()):
     """
     classes, files = find_photos(root, part)
     images, labels, hashes = [], [], []
-    for path, label in progress(files, "decoding", 500):
+    for path, label in bar(files, "decoding", leave=False):
         try:
             image = read_image(path)
         except InputError as error:
@@ -181,7 +181,7 @@ def load_data(args, device):
         raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
                          f"differ: {', '.join(odd)}")
     print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {split_name(args)} "
-           f"images, {len(train.classes)} classes: {class_counts(train, val)}")
+           f"images, {len(train.classes)} classes: {', '.join(train.classes[:12])}")
     return train, val
 
 
@@ -193,15 +193,6 @@ def hold_out(split, n):
     order = epoch_order(len(split.labels), 0, seed=0)
     parts = (order[n:], order[:n])
     return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
-
-
-def class_counts(train, val):
-    """Return the numbers of images per class as text, training + evaluation: "star 90 + 10"."""
-    counts = [torch.as_tensor(split.labels).bincount(minlength=len(train.classes)).tolist()
-              for split in (train, val)]
-    if len(train.classes) > 12:
-        return " + ".join(f"{min(count)} to {max(count)}" for count in counts) + " each"
-    return ", ".join(f"{name} {n} + {m}" for name, n, m in zip(train.classes, *counts))
 
 
 def load_test(args, trained, size, classes, seen=()):

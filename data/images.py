@@ -17,7 +17,6 @@ from unicodedata import normalize
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
-from tqdm import tqdm
 
 from common import InputError
 from data.rng import RANDOM_CROP, uniform
@@ -43,12 +42,6 @@ def send(x, device):
 def constant(numbers, device):
     """Return a tuple of numbers as a tensor, which is copied to the device once."""
     return torch.tensor(numbers, device=device)
-
-
-def progress(items, title, many):
-    """Return a progress bar over items; rank 0 shows it in a terminal, for `many` items or more."""
-    hidden = len(items) < many or os.environ.get("RANK", "0") != "0"
-    return tqdm(items, title, leave=False, disable=hidden or None)      # None: only in a terminal
 
 
 # --- files ----------------------------------------------------------------------------------------

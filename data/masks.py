@@ -9,7 +9,6 @@ per image in DataLoader workers. Distortion (augment.py) and padding with the me
 whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
 """
 
-import math
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from common import InputError, print0
+from common import InputError, bar, print0
 from data.augment import DISTORT_COLUMNS, distort
-from data.images import (composed, divide, file_hash, list_files, part_folders, progress,
-                         read_image)
+from data.images import composed, divide, file_hash, list_files, part_folders, read_image
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
 
@@ -210,7 +208,7 @@ def find_values(root):
     """
     counts, palettes = torch.zeros(256, dtype=torch.int64), {}
     paths = sorted({label for files in find_pairs(root).values() for _, label in files})
-    for path in progress(paths, "reading annotations", 200):
+    for path in bar(paths, "reading annotations", leave=False):
         values, palette = read_annotation(path)
         counts += values.flatten().bincount(minlength=256)
         palettes.setdefault(palette, path)
@@ -345,31 +343,17 @@ def palette(num_classes):
     return (rgb * 255).round().byte()
 
 
-def save_pictures(path, triples, classes):
-    """Draw a PNG with one row per image (image, truth, prediction) and a legend of the classes.
+def save_pictures(path, triples, num_classes):
+    """Draw a PNG with one row per image: image, truth, prediction.
 
     triples: image (3, H, W), truth and prediction (H, W), uint8, from segmenter.predictions. H and
     W can vary.
     """
-    from PIL import Image, ImageDraw
-    triples = [[t.cpu() for t in triple] for triple in triples]
-    colours = palette(len(classes))
-    zoom = max(1, 160 // max(image.shape[2] for image, _, _ in triples))
-    rows = []
-    for image, label, prediction in triples:
+    from PIL import Image
+    colours, rows = palette(num_classes), []
+    for image, label, prediction in ([t.cpu() for t in triple] for triple in triples):
         row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
-        rows.append(torch.cat(row, 1).repeat_interleave(zoom, 0).repeat_interleave(zoom, 1))
+        rows.append(torch.cat(row, 1))
     width = max(row.shape[1] for row in rows)
     rows = [F.pad(row, (0, 0, 0, width - row.shape[1], 0, 4), value=255) for row in rows]
-    pixels = torch.cat(rows)
-
-    seen = sorted({k for _, *labels in triples for t in labels for k in t.unique().tolist()})
-    across = max(1, width // 150)
-    picture = Image.new("RGB", (width, len(pixels) + 16 * math.ceil(len(seen) / across)), "white")
-    picture.paste(Image.fromarray(pixels.numpy()))
-    pen = ImageDraw.Draw(picture)
-    for i, k in enumerate(seen):
-        x, y = 150 * (i % across), len(pixels) + 16 * (i // across)
-        pen.rectangle((x, y + 2, x + 12, y + 13), fill=tuple(colours[k].tolist()))
-        pen.text((x + 18, y + 2), classes[k] if k < len(classes) else "ignored", fill="black")
-    picture.save(path)
+    Image.fromarray(torch.cat(rows).numpy()).save(path)

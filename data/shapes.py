@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from data.images import Split, progress
+from common import bar
+from data.images import Split
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
@@ -186,7 +187,7 @@ def load_shapes(split, num_images, size=32, device="cpu"):
     index = torch.arange(first, first + num_images, device=device)
     pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
     chunks = index.split(max(1, pixels // size ** 2))
-    bar = progress(chunks, f"rendering shapes {split}", 128)                # a few seconds
-    parts = [render_scenes(chunk, size) for chunk in bar]
+    chunks = bar(chunks, f"rendering shapes {split}", leave=False)          # a few seconds
+    parts = [render_scenes(chunk, size) for chunk in chunks]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)

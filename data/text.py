@@ -1,9 +1,8 @@
 """Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
 
-A folder contains wiki.{train,valid,test}.tokens: tokenised words, separated by spaces. An <eos> is
-added to every line, also to blank lines (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text
-and Python's documentation are converted to such files in out/cache. Every run computes the ids of
-the words again, in memory; this takes a minute for WikiText-103.
+A folder contains wiki.{train,valid,test}.tokens: words, separated by spaces. An <eos> is added to
+every line, also to blank lines (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and
+Python's documentation are converted to such files in out/cache.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -23,9 +22,8 @@ from unicodedata import normalize
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
-from common import InputError, print0, replacing
+from common import InputError, bar, print0, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -62,33 +60,23 @@ def stored_vocabulary(checkpoint):
 # --- files to words -------------------------------------------------------------------------------
 
 def token_file(folder, split):
-    """Return the path of wiki.<split>.tokens. InputError if it is missing or empty."""
-    path = Path(folder, f"wiki.{split}.tokens")
-    if not path.is_file() or not path.stat().st_size:
-        raise InputError(f"--data_dir {folder}: {path.name} is missing or empty; expected "
-                         f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
-    return path
+    """Return the path of wiki.<split>.tokens."""
+    return Path(folder, f"wiki.{split}.tokens")
 
 
-def each_line(path, what="reading"):
-    """Yield the lines of a UTF-8 text file in Unicode's composed form; only "\\n" ends a line.
-
-    what: a word for the progress bar, which large files have. InputError for another encoding.
-    """
-    quiet = path.stat().st_size < 2 ** 24 or os.environ.get("RANK", "0") != "0"
+def each_line(path):
+    """Yield the lines of a UTF-8 text file in Unicode's composed form; only "\\n" ends a line."""
     with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
         try:
-            for line in tqdm(f, f"{what} {path.name}", unit=" lines", leave=False,
-                             disable=quiet or None):                # None: only in a terminal
+            for line in f:
                 yield normalize("NFC", line.removesuffix("\n"))
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 text ({error.reason}); save it as "
-                             f"UTF-8") from None
+        except UnicodeDecodeError as error:                         # does not name the file
+            raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
 def read_lines(path):
     """Return all lines of a text file, a list, without newlines."""
-    return list(each_line(Path(path)))
+    return list(each_line(path))
 
 
 # --- words to ids ---------------------------------------------------------------------------------
@@ -109,21 +97,10 @@ def load_corpus(folder):
         new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
         new -= vocab.keys()
         if new:
-            print0(f"{folder}: {len(new)} words of the valid and test texts, for example "
-                   f"{min(new)!r}, are not in the training text and become {UNK}. The training "
-                   f"text has no {UNK}, so the model never learns {UNK}, and these words make the "
-                   f"perplexity high")
+            print0(f"{folder}: {len(new)} words of the valid and test texts become {UNK}, which the "
+                   f"training text does not contain, so they make the perplexity high")
             vocab = Vocabulary([*vocab.words, UNK])
-    return Corpus(*(vocab.encode_lines(each_line(path, "encoding")) for path in paths), vocab)
-
-
-def describe_corpus(corpus):
-    """Return a line with the sizes of a corpus and the shares of unknown words in it."""
-    unknown = corpus.vocab.get(UNK, -1)
-    shares = [100 * (text == unknown).mean() for text in (corpus.train, corpus.valid)]
-    return (f"{len(corpus.train):,} training, {len(corpus.valid):,} valid, {len(corpus.test):,} "
-            f"test tokens, {len(corpus.vocab):,} words; unknown: {shares[0]:.1f} % of training, "
-            f"{shares[1]:.1f} % of valid")
+    return Corpus(*(vocab.encode_lines(each_line(path)) for path in paths), vocab)
 
 
 def count_words(path):
@@ -132,11 +109,9 @@ def count_words(path):
     Words with equal counts are in the order of their first appearance.
     """
     counts = Counter()
-    for line in each_line(path, "counting words of"):
+    for line in each_line(path):
         counts.update(line.split())
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
-    if not counts:
-        raise InputError(f"{path} contains only blank lines, expected words separated by spaces")
     return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
 
 
@@ -152,8 +127,7 @@ def text_folder(data, data_dir):
         return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
     if data == "pydoc":
         return pydoc_folder("out/cache")
-    raise InputError(f"--data {data} needs --data_dir: a file of text, or a folder with "
-                     f"wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
+    raise InputError(f"--data {data} needs --data_dir")
 
 
 def words_of(text):
@@ -173,23 +147,20 @@ def write_tokens(folder, lines):
     for split in SPLITS:
         kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
-        with replacing(folder / f"wiki.{split}.tokens") as tmp:
+        with replacing(token_file(folder, split)) as tmp:
             tmp.write_bytes(text.encode())
 
 
-def paragraphs(path, least=1):
-    """Read a text file as paragraphs, lists of words. InputError if there are fewer than `least`.
+def paragraphs(path):
+    """Read a text file as paragraphs, lists of words.
 
     Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
-    path = Path(path)
     text = "\n".join(each_line(path))
     for mark in (r"\n\s*\n", "\n"):
         found = [words for words in map(words_of, re.split(mark, text)) if words]
         if len(found) >= 20:
-            return found
-    if len(found) < least:
-        raise InputError(f"{path} has {len(found)} lines with words, expected {least} or more")
+            break
     return found
 
 
@@ -200,7 +171,7 @@ def txt_folder(path):
     The folder is out/cache/<name>_<hash of the whole path>. It is written again each time, because
     the file may have changed.
     """
-    lines, whole = paragraphs(path, least=20), path.resolve()
+    lines, whole = paragraphs(path), path.resolve()
     folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
     a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
     write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
@@ -249,7 +220,7 @@ def pydoc_folder(parent):
     sixteenth of the documents goes to valid, and one sixteenth to test. A paragraph becomes a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
-    if all(Path(folder, f"wiki.{split}.tokens").exists() for split in SPLITS):
+    if all(token_file(folder, split).exists() for split in SPLITS):
         return folder
     lines = {split: [] for split in SPLITS}                         # lists of words
     for name, texts in pydoc_documents().items():
@@ -316,8 +287,7 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
                for starts, length, scored in sliding_windows(len(nll), window, stride)
                for part in starts.split(batch_size)][rank::world]
     model.eval()
-    for starts, length, scored in tqdm(batches, progress, leave=False,
-                                       disable=rank > 0 or not progress or None):
+    for starts, length, scored in bar(batches, progress, leave=False):
         at = starts.to(device)[:, None] + torch.arange(length, device=device)      # (b, length)
         hidden = model.hidden(tokens[at])[:, -scored:]                             # (b, scored, C)
         at = at[:, -scored:]

