@@ -222,15 +222,14 @@ class FAN(ViT):
             ClassBlock(c, ClassAttention(C, H, c.class_attn), Mlp(C, hidden))
             for _ in range(c.cls_depth))
 
-    def tokens(self, x, pos_embed):
-        return self.patch_embed(x) + pos_embed()
-
-    def layers(self):
-        def join(x):
-            return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1)
-
-        late = {f"cls_attn_blocks.{i}": block for i, block in enumerate(self.cls_attn_blocks)}
-        return {**super().layers(), "cls_token": join, **late}
+    def forward(self, images):
+        x = self.patch_embed(self.normalise(images)) + self.pos_embed()     # (B, N, C)
+        for block in self.blocks:
+            x = block(x)
+        x = torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1)
+        for block in self.cls_attn_blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])                    # the head reads the class token
 
 
 def fan_from_checkpoint(checkpoint):

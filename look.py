@@ -5,14 +5,14 @@
     python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-For a classifier and one image, look.py prints the likeliest classes and draws look.png. In a
+For a ViT and one image, look.py prints the likeliest classes and draws look.png. In a
 rendered scene, look.py first replaces six patches by noise, because S, the sparse part of the keys,
 should mark corrupted patches. Blue frames show these patches. The upper row of the picture shows
 where the class token attends in each layer, as a mean over heads. The percentage is the share of
 the attention that goes to the patches; the rest stays on the class token itself. Each layer with
 RPC-Attention has another row, with the size of S per patch after each step.
 
-For a classifier and a folder of images, look.py writes a table: file, likeliest class, probability.
+For a ViT and a folder of images, look.py writes a table: file, likeliest class, probability.
 For a Segmenter and one image, look.py draws the classes over the image. Layers are counted from 0.
 """
 
@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFont
 
+from attention import layer_inputs
 from data.datasets import DATASETS
 from data.images import central_square, read_image, walk_images
 from data.masks import palette
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
-from fan import fan_from_checkpoint
 from vit import classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
@@ -43,14 +43,13 @@ MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [1
 
 
 def get_args():
-    """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
                    "train_cls.py or train_seg.py: a file, or the folder of a run (best.pt if the "
                    "folder contains one, else last.pt; default: %(default)s)")
-    p.add_argument("--image", help="look at this JPEG, PNG or WebP file, or at a folder of them "
-                   "(default: a rendered scene)")
+    p.add_argument("--image", help="look at this image, or at a folder of images (default: a "
+                   "rendered scene)")
     p.add_argument("--scene", type=int, default=35,
                    help="render the test scene with this number (default: %(default)s)")
     p.add_argument("--noise", type=int, help="replace this many patches by noise (default: 6 in a "
@@ -140,14 +139,11 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
     print(f"The network can answer one of {len(classes)} classes: {', '.join(classes[:12])}"
           f"{', ...' if len(classes) > 12 else ''}.")
 
-    features = model.features(images)                   # the input of each block, by name
-    inputs = [features[name] for name in ("embed", *model.layers())]
     rows = [[(likeliest(model, images, classes, 1), to_picture(images[0]))]]
     table, verdicts = [], []
-    for i, (block, x) in enumerate(zip(model.blocks, inputs)):
-        x = block.norm1(x)
-        steps = block.attn.trace(x)
-        attention = class_attention(block.attn, x, steps)
+    for i, (attn, x) in enumerate(layer_inputs(model, images)):
+        steps = attn.trace(x)
+        attention = class_attention(attn, x, steps)
         rows[0].append((f"layer {i}: {100 * attention.sum():.0f} %",
                         draw_map(attention, attention.max())))
         if not steps:
@@ -162,9 +158,9 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
             table.append([i, n, f"{filled:.0f} %", *(f"{mean:.2f}" for mean in means)])
         if noise:                                                       # of the last step
             on, off = means
-            word = "larger" if on > off else "smaller" if on < off else "not larger"
-            verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
-                            f"in layer {i}, step {n}; 1 is the mean over all patches.")
+            verdicts.append(f"S is {'larger' if on > off else 'smaller'} on the noise than "
+                            f"elsewhere: {on:.2f} against {off:.2f} in layer {i}, step {n}; 1 is "
+                            f"the mean over all patches.")
 
     notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
              "patches."]
@@ -212,7 +208,7 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder, crop=1.0):
     """Classify each image in a folder and its subfolders: [(file, class, probability)].
 
-    Files that cannot be read are left out, and their names are printed.
+    The names of files that cannot be read are printed.
     """
     rows = []
     for path in walk_images(folder):
@@ -223,56 +219,38 @@ def classify_folder(model, classes, folder, crop=1.0):
             continue
         probability, k = model(image[None] / 255)[0].softmax(0).max(0)
         rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}"))
-    if not rows:
-        raise common.InputError(f"--image {folder} contains no readable image")
     return rows
 
 
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
-    task, classes = checkpoint.get("task"), checkpoint.get("classes")
-    folder = args.image and Path(args.image).is_dir()
-    if not classes or task not in ("classification", "segmentation"):
-        raise common.InputError(f"--ckpt {args.ckpt} stores no classes: expected a checkpoint of "
-                                f"train_cls.py or train_seg.py")
-    if task == "segmentation" and (folder or args.noise):
-        raise common.InputError(f"--ckpt {args.ckpt} is a Segmenter: expected one image and no "
-                                f"--noise")
-    fan = checkpoint.get("architecture") == "fan"
-    trained = checkpoint.get("args", {}).get("data")
+    classes, trained = checkpoint["classes"], checkpoint["args"].get("data")
     crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
-    if fan and not folder:
-        raise common.InputError(f"--ckpt {args.ckpt} is a FAN: its class token joins after the "
-                                f"layers with attention maps; expected a ViT, a Segmenter, or a "
-                                f"folder for --image")
-    rebuild = (segmenter_from_checkpoint if task == "segmentation" else
-               fan_from_checkpoint if fan else classifier_from_checkpoint)
+    segmenter = checkpoint["task"] == "segmentation"
+    rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
     model = rebuild(checkpoint).requires_grad_(False)
 
-    # Write a table for a folder, or a picture for an image.
-    out = args.out or ("look.csv" if folder else "look.png")
-    if folder:
-        rows = classify_folder(model, classes, args.image, crop)
+    if args.image and Path(args.image).is_dir():
         header = ["file", "class", "probability"]
+        rows = classify_folder(model, classes, args.image, crop)
         print(common.table(rows, header))
+        out = args.out or "look.csv"
+        with open(out, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([header, *rows])
+        print(f"written: {out}")
+        return
+
+    if args.image:
+        image, noise = read_image(args.image), args.noise or 0
     else:
-        scenes = None if args.image else load_shapes("test", args.scene + 1,
-                                                     model.config.image_size)
-        image = scenes.images[args.scene] if scenes else read_image(args.image)
-        noise = (6 if scenes else 0) if args.noise is None else args.noise
-        if scenes:
-            print(f"scene {args.scene} shows: {list(SHAPES)[scenes.labels[args.scene]]}")
-        page = (look_at_classifier(model, classes, image, noise, crop) if task == "classification"
-                else look_at_segmenter(model, classes, image))
-    try:
-        if folder:
-            with open(out, "w", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([header, *rows])
-        else:
-            page.save(out)
-    except OSError as e:
-        raise common.InputError(f"--out {out} cannot be written ({e.strerror})") from None
+        scenes = load_shapes("test", args.scene + 1, model.config.image_size)
+        image, noise = scenes.images[args.scene], 6 if args.noise is None else args.noise
+        print(f"scene {args.scene} shows: {list(SHAPES)[scenes.labels[args.scene]]}")
+    page = (look_at_segmenter(model, classes, image) if segmenter else
+            look_at_classifier(model, classes, image, noise, crop))
+    out = args.out or "look.png"
+    page.save(out)
     print(f"written: {out}")
 
 

@@ -146,7 +146,11 @@ class Segmenter(nn.Module):
         pos_embed = encoder.pos_embed
         if grid != (own, own):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
-        x = encoder.encode(encoder.tokens(x, pos_embed))            # (B, N, C)
+        x = encoder.patch_embed(x)                                  # as in ViT.forward
+        x = torch.cat([encoder.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
+        for block in encoder.blocks:
+            x = block(x)
+        x = encoder.norm(x)                                         # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
         x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: faster loss
         return x.to(torch.promote_types(x.dtype, torch.float32))

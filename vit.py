@@ -60,10 +60,9 @@ class ViTConfig:
         self.pap = {**PAP_SETTINGS, **self.pap}
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         check_choice("init", self.init, ("trunc_normal", "default"))
-        for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise InputError(f"{whole}={getattr(self, whole)} is not divisible by "
-                                 f"{part}={getattr(self, part)}")
+        if self.image_size % self.patch_size:
+            raise InputError(f"image_size={self.image_size} is not divisible by "
+                             f"patch_size={self.patch_size}")
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
@@ -174,49 +173,22 @@ class ViT(nn.Module):
                 if m.bias is not None:
                     nn.init.zeros_(m.bias)
 
-    def tokens(self, x, pos_embed):
-        """Turn normalised images (B, 3, h, w) into tokens with positions, (B, N, C).
-
-        Token 0 is the class token. It belongs to no patch and attends to all patches. The head
-        reads it after the last block.
-        """
-        x = self.patch_embed(x)
-        return torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
-
-    def embed(self, images):
-        """Check and normalise images (B, 3, S, S) in [0, 1]; return their tokens (B, N, C)."""
+    def normalise(self, images):
+        """Check images (B, 3, S, S), float in [0, 1], and normalise their pixels."""
         size = self.config.image_size
         if images.shape[1:] != (3, size, size) or not images.is_floating_point():
             raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
                              f"[0, 1] of shape (B, 3, {size}, {size})")
-        return self.tokens((images - self.mean) / self.std, self.pos_embed)
-
-    def layers(self):
-        """Return the layers between embedding and final norm: {"blocks.0": block, ...}."""
-        return {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
-
-    def encode(self, x):
-        """Run all layers and the final norm: (B, N, C) -> (B, N, C)."""
-        for layer in self.layers().values():
-            x = layer(x)
-        return self.norm(x)
-
-    def forward_features(self, images):
-        """Return the tokens after the final norm, (B, N, C), as in timm."""
-        return self.encode(self.embed(images))
+        return (images - self.mean) / self.std
 
     def forward(self, images):
-        return self.head(self.forward_features(images)[:, 0])
-
-    def features(self, images):
-        """Return each layer's output: "embed", "blocks.0", ..., "norm" (B, N, C); "head" (B, K)."""
-        x = self.embed(images)
-        out = {"embed": x}
-        for name, layer in self.layers().items():
-            x = out[name] = layer(x)
-        out["norm"] = self.norm(x)
-        out["head"] = self.head(out["norm"][:, 0])
-        return out
+        x = self.patch_embed(self.normalise(images))            # (B, N - 1, C)
+        # Token 0 is the class token. It belongs to no patch and attends to all patches.
+        cls = self.cls_token[0].expand(x.shape[0], -1, -1)
+        x = torch.cat([cls, x], 1) + self.pos_embed             # (B, N, C)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])                    # the head reads the class token
 
 
 def resize_pos_embed(pos_embed, grid, mode):

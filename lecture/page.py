@@ -58,13 +58,13 @@ def first_cells():
     source = (ROOT / "attention.py").read_text()
     naive = re.search(r"^def naive_rpc.*?\n    return L.*?\n", source, re.M | re.S)[0]
     return [FIRST_CELL, f"""import torch
-from attention import rpc_attention, symmetric_attention
+from attention import layer_inputs, rpc_attention, symmetric_attention
 from lecture import pictures
 
 
 # RPC-Attention, a copy from attention.py: change its lines here
 {naive.strip()}""", """# The keys and values of layer 0 for eight scenes: is the result equal to rpc_attention?
-attn, x = next(pictures.layers(pictures.network("rpc"), pictures.scenes(8)[0]))
+attn, x = layer_inputs(pictures.network("rpc"), pictures.scenes(8)[0])[0]
 _, k, v = attn.project(x)
 (naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
 

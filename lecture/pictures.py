@@ -24,7 +24,7 @@ from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
 import kpca
-from attention import FORMS, rpc_attention, symmetric_attention
+from attention import FORMS, layer_inputs, rpc_attention, symmetric_attention
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
@@ -78,14 +78,6 @@ def one_image():
     photo = torch.from_numpy(np.array(Image.open(ARGS.image).convert("RGB")))
     photo = photo.permute(2, 0, 1)[None] / 255
     return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
-
-
-def layers(model, images):
-    """Yield the attention module of each layer and its input (B, N, C)."""
-    x = model.embed(images)
-    for block in model.blocks:
-        yield block.attn, block.norm1(x)
-        x = block(x)
 
 
 def weights(K2):
@@ -316,7 +308,7 @@ def draw_ruler():
 
 def draw_residual():
     """3. The residual and the share of S by step: three variants of Algorithm 1, and ADMM."""
-    attn, x = next(layers(network("rpc"), scenes(64)[0]))
+    attn, x = layer_inputs(network("rpc"), scenes(64)[0])[0]
     _, k, v = attn.project(x)
     last, numbers = 12, {}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
@@ -678,7 +670,7 @@ def draw_pap():
     scale(grid[1], "of its largest", ticks=[0, 1])
 
     # three variants on 64 clean scenes; also with keys twice as long, and with S empty
-    attn, x = next(layers(model, many))
+    attn, x = layer_inputs(model, many)[0]
     _, k, v = attn.project(x)
     words = {"released": "released", "paper": "printed", "admm": "ADMM sign"}
     numbers, plain, uniform = {}, entropy(k), math.log(65)
@@ -718,7 +710,7 @@ def draw_values():
         cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
         return torch.stack([cosine, cka(values, theory).mean(0)])
 
-    for attn, x in layers(network("softmax"), scenes(16)[0]):
+    for attn, x in layer_inputs(network("softmax"), scenes(16)[0]):
         q, k, v, x = (y.double() for y in (*attn.project(x), x[:, None]))
         axes = kpca.kernel_pca(k)
         one_over_g = (axes.log_g.amin(-1, keepdim=True) - axes.log_g).exp()[..., None]
@@ -733,7 +725,7 @@ def draw_values():
         of["sum"] = 100 * (gv.sum(-2).abs() / gv.abs().sum(-2)).mean((0, 2))
         for name, value in of.items():
             found.setdefault(name, []).append(value)
-    for attn, x in layers(network("softmax"), scenes(32)[0]):       # as studies.kernel_pca
+    for attn, x in layer_inputs(network("softmax"), scenes(32)[0]):      # as studies.kernel_pca
         q, k, v = (y.double() for y in attn.project(x))
         terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
         for name in ("J", "phi2", "h2"):

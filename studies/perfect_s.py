@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import SelfAttention, rpc_attention, softmax_attention
+from attention import SelfAttention, layer_inputs, rpc_attention, softmax_attention
 from data.augment import augment_uint8, to_float
 from data.rng import PATCH_PLACES, PATCH_VALUES, epoch_order, uniform
 from data.shapes import load_shapes
@@ -42,8 +42,8 @@ CONDITIONS = ("as trained", *WITH_S, "left out in layer 0", LEFT_OUT,
 
 # --- conditions -----------------------------------------------------------------------------------
 
-def attend(layer, condition, hit, out, q, k, v):
-    """Attend as SelfAttention.attend does, under a condition. q, k, v: (B, H, N, D).
+def attend(condition, hit, out, q, k, v, layer):
+    """Attend as a function of ATTENTIONS does, under a condition. q, k, v: (B, H, N, D).
 
     hit: (B, N, 1), which tokens are corrupted. out: (B, N), which tokens to leave out, or None.
     """
@@ -70,12 +70,12 @@ def conditioned(model, condition, hit, out=None):
     hit, out = (None if x is None else F.pad(x, (1, 0)) for x in (hit, out))    # the class token
     for i, layer in enumerate(layers):
         here = None if condition == "left out in layer 0" and i else out
-        layer.attend = partial(attend, layer, condition, hit[:, :, None], here)
+        layer.learned = partial(attend, condition, hit[:, :, None], here)
     try:
         yield
     finally:
         for layer in layers:
-            del layer.attend                        # the method of the class is back
+            layer.learned = None                    # the function of ATTENTIONS is back
 
 
 def left_out(model, condition, images, hit):
@@ -85,8 +85,8 @@ def left_out(model, condition, images, hit):
     if condition.startswith("control"):             # random numbers, but 2 at corrupted patches
         score = uniform(torch.arange(len(hit)), hit.shape[1], 1, PATCH_PLACES) + 2 * hit
     elif condition.startswith("farthest"):
-        block = model.blocks[0]
-        k = block.attn.project(block.norm1(model.embed(images)))[1]             # (B, H, N, D)
+        attn, x = layer_inputs(model, images)[0]
+        k = attn.project(x)[1]                                                  # (B, H, N, D)
         k = k.transpose(1, 2).flatten(2)[:, 1:]                                 # (B, P, C)
         score = -(k - k.mean(1, keepdim=True)).norm(dim=2)
     else:

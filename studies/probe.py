@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from attention import SelfAttention
+from attention import layer_inputs
 from common import InputError
 from data.datasets import load_test
 from data.rng import epoch_order
@@ -56,15 +56,7 @@ def attention_inputs(module, x):
 @torch.no_grad()
 def capture(model, inputs):
     """Run a model on images (CPU) and return the Heads of every attention layer, in order."""
-    seen, layers = {}, [m for m in model.modules() if isinstance(m, SelfAttention)]
-    hooks = [m.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]}))
-             for m in layers]
-    try:
-        model.eval()(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [attention_inputs(m, seen[m]) for m in layers]
+    return [attention_inputs(m, x) for m, x in layer_inputs(model.eval(), inputs)]
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import rpc_attention
+from attention import layer_inputs, rpc_attention
 from studies import probe
 from studies.stats import scipy_stats, spread
 from robust import metrics
@@ -74,11 +74,10 @@ def first_layer(model, images):
     If layer 0 has no RPC-Attention, PAP runs on the keys of layer 0 with the settings of the
     model_config.
     """
-    block = model.blocks[0]
-    x = block.norm1(model.embed(images))
-    (_, k, v), steps = block.attn.project(x), block.attn.trace(x)
+    attn, x = layer_inputs(model, images)[0]
+    (_, k, v), steps = attn.project(x), attn.trace(x)
     if not steps:
-        rpc_attention(k, v, **block.attn.pap, trace=steps)
+        rpc_attention(k, v, **attn.pap, trace=steps)
     return k, steps
 
 

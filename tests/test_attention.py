@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics,
-                       naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
+                       layer_inputs, naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
                        symmetric_attention)
 from conftest import ROOT
 
@@ -185,7 +185,7 @@ def test_permuted_tokens_give_permuted_outputs(kind):
     m, x, order = layer(kind), tokens(), torch.randperm(10)
     if kind.startswith("scaled"):
         # S is initialised with 0
-        assert close(m.attend(*m.project(x)), softmax_attention(*m.project(x)), atol=1e-14)
+        assert close(m(x), layer("softmax")(x), atol=1e-14)
         torch.nn.init.normal_(m.learned.s)
     same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
     assert same == (kind != "scaled_s")
@@ -246,15 +246,17 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
 @every_kind
 def test_trace_and_key_statistics_equal_the_forward_pass(kind):
     m, x = layer(kind, pap=dict(lambd=0.3), causal=kind != "scaled_s"), 3 * tokens()
-    two = torch.nn.Sequential(layer("scaled_alpha"), m)
-    trace, stats = m.trace(two[0](x)), key_statistics(two.train(), two, x)
-    q, k, _ = projected = m.project(two[0](x))
+    two, first = torch.nn.Sequential(layer("scaled_alpha"), m), x
+    x = two[0](first)                                           # the input of m
+    trace, stats, (q, k, _) = m.trace(x), key_statistics(two.train(), two, first), m.project(x)
+    layers, inputs = zip(*layer_inputs(two, first))
+    assert layers == (*two,) and torch.equal(inputs[1], x)
     assert stats["mean_abs_key"][1] == round(k.abs().mean().item(), 4)
     assert len(stats["mean_abs_key"]) == 2 and two.training             # the mode is unchanged
     assert not m._forward_pre_hooks and list(stats["nonzero_S"]) == [1] * kind.startswith("rpc")
     if kind.startswith("rpc"):
         assert len(trace) == 4 and 0 < nonzero(trace)[-1] < 1
-        assert torch.equal(trace[-1]["L"], m.attend(*projected))
+        assert torch.equal(m.proj(trace[-1]["L"].transpose(1, 2).flatten(2)), m(x))
         assert all(torch.equal(step["Q2"], step["K2"] if kind == "rpc" else q) for step in trace)
         assert stats["nonzero_S"][1] == pytest.approx(nonzero(trace).tolist(), abs=1e-4)
     else:
@@ -281,8 +283,8 @@ def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
     with every_pap(m, trace=steps, n_iter=2):
         changed = m(x)
         with every_pap(rpc, lambd=math.inf):
-            assert torch.equal(rpc.attend(*rpc.project(x)),
-                               rpc_attention(*rpc.project(x)[1:], 2, math.inf))
+            h = rpc_attention(*rpc.project(x)[1:], 2, math.inf)
+            assert torch.equal(rpc(x), rpc.proj(h.transpose(1, 2).flatten(2)))
         assert len(steps) == 6 and torch.equal(m(x), changed)      # the outer block still applies
         layer("rpc")(x)                                            # another model: not traced
     assert len(steps) == 10 and not torch.equal(changed, y)
@@ -345,8 +347,7 @@ def test_a_wrong_entry_in_ATTENTIONS_is_an_error(entry, match, monkeypatch):
 
 
 @pytest.mark.parametrize("how,match", [
-    (dict(kind="fog"), "attn='fog'"), (dict(pap=dict(form="typo")), "form='typo'"),
-    (dict(pap=dict(lamda=3)), "'lamda'"), (dict(pap=dict(mu_over="some")), "mu_over='some'"),
+    (dict(pap=dict(mu_over="some")), "mu_over='some'"),
     (dict(pap=dict(lambd=-1.0)), "lambd=-1"), (dict(pap=dict(n_iter=0)), "n_iter=0"),
     (dict(pap=dict(threshold="under")), "threshold='under'"),
     (dict(pap=dict(mu_dim="tokens")), "mu_dim='tokens'"),
@@ -359,7 +360,6 @@ def test_unknown_settings_of_a_layer_are_errors(how, match):
 def test_arguments_of_other_shapes_are_errors():
     q, k, v = qkv()
     for name, call in dict(v=lambda: rpc_attention(k, v[..., :4]),
-                           q=lambda: rpc_attention(k, v, q=q[:, :, :3]),
-                           dim=lambda: SelfAttention(25, 3)).items():
+                           q=lambda: rpc_attention(k, v, q=q[:, :, :3])).items():
         with pytest.raises(ValueError, match=f"^{name}.* expected"):
             call()

@@ -11,22 +11,19 @@ from PIL import Image
 import common
 import look
 from conftest import ROOT
-from attention import SelfAttention, softmax_attention
+from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_photos
-from data.images import central_square
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
-from fan import FAN, FANConfig
 from vit import ViT, ViTConfig
 
 SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, num_classes=10,
              attn="rpc")
 
 
-def save(path, model, **more):
-    checkpoint = dict(task="classification", classes=list(SHAPES), model=model.state_dict(),
-                      model_config=vars(model.config)) | more
-    common.save(path, checkpoint)
+def save(path, model):
+    common.save(path, dict(task="classification", classes=list(SHAPES), args={},
+                           model=model.state_dict(), model_config=vars(model.config)))
     return path
 
 
@@ -39,13 +36,10 @@ def classifier(tmp_path):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Call main with these flags; return what it prints, or the line of its error."""
+    """Call main with these flags; return what it prints."""
     def call(*flags):
         monkeypatch.setattr(sys, "argv", ["look.py", *map(str, flags)])
-        try:
-            common.run(look.main)
-        except SystemExit as stop:
-            return f"{capsys.readouterr().err}{stop}"
+        look.main()
         return capsys.readouterr().out
     return call
 
@@ -63,7 +57,8 @@ def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
                              for p, k in zip(*(t.tolist() for t in top)))
         assert any(line.startswith("answer") and words in line and line.endswith(expected)
                    for line in result.splitlines()), result
-    steps = model.blocks[0].attn.trace(model.blocks[0].norm1(model.embed(noisy)))
+    attn, inputs = layer_inputs(model, noisy)[0]
+    steps = attn.trace(inputs)
     rows = [line.split("|")[1:-1] for line in result.splitlines() if line.startswith("| 0")]
     assert len(rows) == 4
     on, off = (cell.strip() for cell in rows[-1][-2:])
@@ -106,13 +101,9 @@ def pixels(picture):
 
 
 def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
-    """Record the inputs of the attentions in a forward pass of the same image."""
     model, path = classifier
     run("--ckpt", path, "--scene", 3, "--noise", 0, "--out", tmp_path / "look.png")
-    inputs = []
-    for block in model.blocks:
-        block.attn.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    model(load_shapes("test", 4).images[3:] / 255)
+    layers = layer_inputs(model, load_shapes("test", 4).images[3:] / 255)
     page = Image.open(tmp_path / "look.png")
     wide, high = look.SIDE + look.MARGIN, look.SIDE + look.LINE + look.MARGIN
 
@@ -121,9 +112,9 @@ def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
         drawn = page.crop((x, y, x + look.SIDE, y + look.SIDE))
         return pixels(drawn.resize((8, 8), Image.Resampling.NEAREST))
 
-    for i, (block, x) in enumerate(zip(model.blocks, inputs)):
-        steps = block.attn.trace(x)
-        expected = look.class_attention(block.attn, x, steps)
+    for i, (attn, x) in enumerate(layers):
+        steps = attn.trace(x)
+        expected = look.class_attention(attn, x, steps)
         expected = pixels(look.draw_map(expected, expected.max()))
         assert (tile(0, 1 + i) - expected).abs().max() <= 2
         for n, step in enumerate(steps):
@@ -146,12 +137,6 @@ def test_noisy_patches_are_framed(run, classifier, tmp_path):
 def test_a_map_goes_from_black_to_light_yellow():
     drawn = pixels(look.draw_map(torch.tensor([0., 1., 2., 5.]), 2)).view(4, 3)
     assert drawn.tolist() == [[0, 0, 4], [181, 54, 122], [252, 253, 191], [252, 253, 191]]
-
-
-def test_a_large_picture_is_averaged():
-    """Black and white columns, one pixel wide, become grey."""
-    stripes = (torch.arange(96) % 2 * 255).byte().expand(3, 96, 96)
-    assert (central_square(stripes, 32)[..., 4:-4] / 255 - 0.5).abs().max() < 0.2
 
 
 def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
@@ -182,23 +167,3 @@ def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
     shares = [line.split() for line in result.splitlines() if " %  " in line]
     assert [name for *_, name in shares[:2]] == ["background", "star"]
     assert sum(float(share) for share, *_ in shares) == pytest.approx(100, abs=2)
-
-
-def test_bad_input_gives_one_line(run, classifier, tmp_path):
-    _, path = classifier
-    text = tmp_path / "text.jpg"
-    text.write_text("no picture")
-    fan = FAN(FANConfig(embed_dim=16, depth=1, num_heads=1, image_size=32, patch_size=4,
-                        num_classes=10))
-    save(tmp_path / "fan.pt", fan, architecture="fan")
-    save(tmp_path / "words.pt", fan, task="language modelling", classes=None)
-    for flags, word in ((("--image", text), "text.jpg"),
-                        (("--image", tmp_path / "lost.jpg"), "cannot read "),
-                        (("--image", tmp_path), "no readable image"),
-                        (("--ckpt", tmp_path / "fan.pt"), "is a FAN"),
-                        (("--ckpt", tmp_path / "words.pt"), "stores no classes"),
-                        (("--out", tmp_path / "no" / "look.png"), "look.png"),
-                        (("--ckpt", ROOT / "weights/seg_shapes_rpc.pt", "--image", tmp_path),
-                         "is a Segmenter")):
-        result = run(*(("--ckpt", path) if "--ckpt" not in flags else ()), *flags)
-        assert word in result and result.count("error: ") == 1, (flags, result)

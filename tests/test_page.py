@@ -14,6 +14,7 @@ import torch
 from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
+from attention import layer_inputs
 from data.shapes import load_shapes
 from vit import classifier_from_checkpoint
 
@@ -88,13 +89,8 @@ def traced(name, images, **config):
     checkpoint["model_config"] = {**stored, **config}
     checkpoint["model"] = {key: w.half().float() for key, w in checkpoint["model"].items()}
     model = classifier_from_checkpoint(checkpoint).double().requires_grad_(False)
-    x = model.embed(images.double())
-    for block in model.blocks[:config.get("rpc_layers", [0])[0]]:
-        x = block(x)
-    block = model.blocks[config.get("rpc_layers", [0])[0]]
-    x = block.norm1(x)
-    steps = block.attn.trace(x) if name == "rpc" else []
-    return model(images.double()), block.attn.project(x), steps
+    attn, x = layer_inputs(model, images.double())[config.get("rpc_layers", [0])[0]]
+    return model(images.double()), attn.project(x), attn.trace(x)
 
 
 # (variant, lambda, n, layers), one for each picture

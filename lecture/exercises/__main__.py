@@ -16,7 +16,8 @@ import torch
 
 import common
 import kpca
-from attention import FORMS, penalty, rpc_attention, soft_threshold, softmax_attention
+from attention import (FORMS, layer_inputs, penalty, rpc_attention, soft_threshold,
+                       softmax_attention)
 from data.shapes import load_shapes
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
@@ -157,9 +158,9 @@ def shipped_network():
 
 def measure_doubled_keys():
     """Return the answers of exercise 3: {name in the file: number}."""
-    model, found = shipped_network(), {}
-    block = model.blocks[0]
-    _, k, v = block.attn.project(block.norm1(model.embed(load_shapes("test", 64).images / 255)))
+    found = {}
+    attn, x = layer_inputs(shipped_network(), load_shapes("test", 64).images / 255)[0]
+    _, k, v = attn.project(x)
     for form in ("released", "paper"):
         mu = [penalty(keys, mu_dim=FORMS[form]["mu_dim"]) for keys in (k, 2 * k)]
         ratio = (mu[1] / mu[0]).mean().item()

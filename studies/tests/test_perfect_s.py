@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import SelfAttention
+from attention import SelfAttention, layer_inputs
 from robust.patches import corrupt_patches
 from studies import perfect_s
 from test_where_is_s import small
@@ -27,7 +27,7 @@ def test_patches_left_out_do_not_matter(config):
     none = torch.zeros_like(hit)
     torch.testing.assert_close(under(model, perfect_s.LEFT_OUT, x, none, none), model(x))
     layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
-    assert not any("attend" in vars(layer) for layer in layers)             # as before
+    assert not any(layer.learned for layer in layers)             # as before
 
 
 def test_perfect_S_contains_only_the_corrupted_keys():
@@ -41,7 +41,8 @@ def test_perfect_S_contains_only_the_corrupted_keys():
     for step in steps:
         S = step["S"].abs().amax((1, 3))                                                # (B, N)
         assert torch.equal(S[:, 1:] > 0, hit) and (S[:, 0] == 0).all()
-    k = model.blocks[0].attn.project(model.blocks[0].norm1(model.embed(x)))[1]
+    attn, inputs = layer_inputs(model, x)[0]
+    k = attn.project(inputs)[1]
     torch.testing.assert_close(steps[0]["S"][:, :, 1:].mT[..., hit[0]][0],
                                k[:, :, 1:].mT[..., hit[0]][0])
     none = torch.zeros_like(hit)

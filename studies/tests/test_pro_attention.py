@@ -8,6 +8,7 @@ import torch
 
 import common
 import vit
+from attention import ATTENTIONS
 from common import InputError
 from studies import pro_attention as study
 from studies.robust_attentions import PENALTIES, pro_attention, register
@@ -76,7 +77,8 @@ def test_variant_attends_in_all_layers():
     assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), pro.parameters()))
     layer = pro.blocks[1].attn
     q, k, v = layer.project(torch.randn(2, 17, 16))
-    assert torch.equal(layer.attend(q, k, v), pro_attention(q, k, v, penalty="mcp", gamma=4.0))
+    h = ATTENTIONS[layer.attn][1](q, k, v, layer)
+    assert torch.equal(h, pro_attention(q, k, v, penalty="mcp", gamma=4.0))
 
 
 def test_both_networks_differ_in_gradient_only():
