@@ -5,12 +5,11 @@
 An attack that fails does not prove that a model is robust. The gradients may mislead the attack, or
 the attack may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means
 that attacks along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et
-al. 2019; `fra31/auto-attack:autoattack/checks.py`). Checks 2 to 4 use the budget at which the accuracy under PGD is nearest to
-half of the clean accuracy.
+al. 2019; `fra31/auto-attack:autoattack/checks.py`). Checks 2 to 4 use the budget at which the
+accuracy under PGD is nearest to half of the clean accuracy.
 """
 
 import argparse
-import time
 from functools import partial
 
 import common
@@ -30,143 +29,123 @@ def is_right(model, images, labels):
     return forward(model, images).argmax(1) == labels
 
 
-def share_of(flags):
-    """Return the percentage of True in `flags`."""
-    return 100 * flags.cpu().double().mean().item()       # mps has no float64
+def percent(*flags):
+    """Return the percentage of True in each of `flags`, as text."""
+    return " ".join(f"{100 * x.cpu().double().mean().item():.1f}" for x in flags) + " %"
 
 
-def noise_level(n):
-    """Return how many of n images may differ by chance: one image plus 1 % of n."""
-    return 1 + n / 100
+def slack(labels):
+    """Return how many images may differ by chance: one image plus 1 % of the images."""
+    return 1 + len(labels) / 100
 
 
-def listed(values, digits=1):
-    """Return the numbers as text, separated by spaces."""
-    return " ".join(f"{value:.{digits}f}" for value in values)
-
-
-# --- the checks: each returns ({condition: bool}, evidence), a text with numbers ------------------
-
-def sweep_to_zero(model, x, y, options):
-    """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools all images.
-
-    Also returns {budget: number of correctly classified images after PGD}.
-    """
-    left = [is_right(model, pgd(model, x, y, eps, **options), y) for eps in BUDGETS]
-    all_grey = is_right(model, pgd(model, x, y, 1.0, **{**options, "steps": 40}), y)
-    few, labels = x[:FEW], y[:FEW]
-    nearest = cw(model, few, labels, steps=150, lr=0.01, search_steps=4, c0=1.0)
-    spared = is_right(model, nearest, labels)
-    counts, slack = [int(flags.sum()) for flags in left], noise_level(len(y))
-    parts = {"eps 0 changes nothing": torch.equal(left[0], is_right(model, x, y)),
-             "accuracy falls with eps": all(b <= a + slack for a, b in zip(counts, counts[1:])),
-             "eps 1 leaves nothing": int(all_grey.sum()) <= slack,
-             "CW fools all": not spared.any()}
-    distance = (nearest - few).flatten(1).norm(dim=1).median().item()
-    evidence = (f"PGD leaves {listed(map(share_of, left))} % at {listed(255 * e for e in BUDGETS)} "
-                f"/ 255, {share_of(all_grey):.1f} % at eps 1; CW {share_of(spared):.1f} % of "
-                f"{len(few)}, at a median L2 of {distance:.3f}")
-    return parts, evidence, dict(zip(BUDGETS, counts))
-
+# --- the checks: each returns {condition: bool} and a text with its numbers -----------------------
 
 def gradients(model, x, y):
     """Check 1: logits repeat, every image has a gradient, and the mean loss rises along it."""
     calls = torch.stack([forward(model, x) for _ in range(5)])
     _, _, grad = input_gradient(cross_entropy, model, x, y)
     zero = (grad == 0).flatten(1)
-    entries, blind = share_of(zero.flatten()), share_of(zero.all(1))
     loss = [cross_entropy(forward(model, x + t / 255 * grad.sign()), y).mean().item()
             for t in (0, 0.25, 0.5, 1)]
     probable = (calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()
     parts = {"the same logits again": bool((calls - calls[0]).abs().max() <= 1e-4),
              "logits, not probabilities": not probable,
-             "no gradient all 0": blind == 0,
+             "no gradient all 0": not zero.all(1).any(),
              "loss rises": all(a < b for a, b in zip(loss, loss[1:]))}
-    return parts, (f"loss {listed(loss, 3)} at 0 0.25 0.5 1 / 255 along the gradient's sign; "
-                   f"entries exactly 0: {entries:.3f} %, images all 0: {blind:.1f} %")
+    return parts, (f"loss {' '.join(f'{value:.3f}' for value in loss)} at 0 0.25 0.5 1 / 255 along "
+                   f"the gradient's sign; images with gradient 0: {percent(zero.all(1))}")
 
 
-def steps_and_restarts(model, x, y, eps, options):
+def steps_and_restarts(model, x, y, eps, steps=20, **options):
     """Check 2: five times the steps, or five restarts, fool no more images."""
-    steps = options.get("steps", 20)
-    numbers = sorted({1, max(steps // 4, 1), steps, 5 * steps})
-    left = {n: is_right(model, pgd(model, x, y, eps, **{**options, "steps": n}), y)
-            for n in numbers}
-    again = restarted(model, x, y, eps, restarts=5, **{**options, "random_start": True})
+    once, more = (is_right(model, pgd(model, x, y, eps, steps=n, **options), y)
+                  for n in (steps, 5 * steps))
+    again = restarted(model, x, y, eps, restarts=5, steps=steps, **options)
     again = is_right(model, again, y)
-    found, slack = int(left[steps].sum()), noise_level(len(y))
     parts = {f"{5 * steps} steps fool no more images than {steps} steps":
-             found - int(left[5 * steps].sum()) <= slack,
-             "5 restarts fool no more images": found - int(again.sum()) <= slack}
-    shares = listed(map(share_of, left.values()))
-    return parts, (f"at {255 * eps:g}/255 PGD leaves {shares} % after "
-                   f"{' '.join(map(str, numbers))} steps; {share_of(again):.1f} % with "
-                   f"5 restarts")
+             once.sum() - more.sum() <= slack(y),
+             "5 restarts fool no more images": once.sum() - again.sum() <= slack(y)}
+    return parts, (f"at {255 * eps:g}/255 PGD leaves {percent(once, more)} after {steps} and "
+                   f"{5 * steps} steps; {percent(again)} with 5 restarts")
 
 
-def rivals(model, x, y, eps, others, options):
+def rivals(model, x, y, eps, others):
     """Checks 3 and 4: other attacks fool no more images than attacks along the gradient.
 
     others: {name: function of (x, y) that returns adversarial images}. The attacks along the
     gradient are PGD, APGD and APGD-T. APGD-T is left out for models with fewer than four classes.
     """
     x, y = x[:FEW], y[:FEW]
-    direct = is_right(model, pgd(model, x, y, eps, **options), y)
-    with_targets = forward(model, x[:1]).shape[1] > 3
-    for attack in (apgd, partial(apgd_t, num_targets=3))[:1 + with_targets]:
-        direct &= is_right(model, attack(model, x, y, eps), y)
+    attacks = [pgd, apgd]
+    if forward(model, x[:1]).shape[1] > 3:
+        attacks.append(partial(apgd_t, num_targets=3))
+    direct = [is_right(model, attack(model, x, y, eps), y) for attack in attacks]
+    direct = torch.stack(direct).all(0)
     left = {name: is_right(model, attack(x, y), y) for name, attack in others.items()}
-    parts = {f"gradients beat {name}": int(direct.sum()) <= int(flags.sum()) + noise_level(len(y))
+    parts = {f"gradients beat {name}": direct.sum() <= flags.sum() + slack(y)
              for name, flags in left.items()}
-    text = ", ".join(f"{name} {share_of(flags):.1f}" for name, flags in left.items())
-    names = "PGD, APGD and APGD-T together" if with_targets else "PGD and APGD together"
-    return parts, (f"at {255 * eps:g}/255 on {len(y)} images {names} leave "
-                   f"{share_of(direct):.1f} %; {text}")
+    return parts, (f"at {255 * eps:g}/255 on {len(y)} images {len(attacks)} attacks along the "
+                   f"gradient leave {percent(direct)}; "
+                   + ", ".join(f"{name} {percent(flags)}" for name, flags in left.items()))
 
 
-# --- all of them ---------------------------------------------------------------------------------
+def sweep_to_zero(model, x, y, left):
+    """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools all images.
+
+    left: for each of BUDGETS, which images are correct after PGD, (B,) bool.
+    """
+    counts = [int(flags.sum()) for flags in left]
+    grey = is_right(model, pgd(model, x, y, 1.0, steps=40), y)
+    nearest = cw(model, x[:FEW], y[:FEW], steps=150, lr=0.01, search_steps=4, c0=1.0)
+    spared = is_right(model, nearest, y[:FEW])
+    parts = {"eps 0 changes nothing": torch.equal(left[0], is_right(model, x, y)),
+             "accuracy falls with eps": all(b <= a + slack(y) for a, b in zip(counts, counts[1:])),
+             "eps 1 leaves nothing": int(grey.sum()) <= slack(y),
+             "CW fools all": not spared.any()}
+    return parts, (f"PGD leaves {percent(*left)} at {' '.join(f'{255 * e:g}' for e in BUDGETS)} "
+                   f"/ 255, {percent(grey)} at eps 1; CW {percent(spared)}")
+
+
+# --- all of them ----------------------------------------------------------------------------------
 
 @torch.no_grad()
-def run_checks(model, x, y, name="", twin=None, options=None):
-    """Run and print all five checks of a classifier. Returns [(number, passed, claim, evidence)].
+def run_checks(model, x, y, name="", twin=None):
+    """Run and print all five checks of a classifier. Returns {number: passed}.
 
     x: (B, 3, H, W) test images in [0, 1]; 48 images are enough. y: (B,) labels. twin: a
-    softmax-attention model; adversarial images for it are tried on `model` in check 4. options:
-    settings of `pgd`.
+    softmax-attention model; adversarial images for it are tried on `model` in check 4.
     """
-    results, start, options = [], time.perf_counter(), options or {}
-    print(f"checks on {name}, {len(y)} images", flush=True)
+    passed = {}
 
     def report(number, claim, parts, evidence):
         wrong = [part for part, holds in parts.items() if not holds]
+        passed[number] = not wrong
         claim += f"; but not: {', '.join(wrong)}" if wrong else ""
-        results.append((number, not wrong, claim, evidence))
-        print(f"{'FAIL' if wrong else 'PASS'} {number} {claim}  "
-              f"[{time.perf_counter() - start:.0f} s]\n       {evidence}", flush=True)
+        print(f"{'FAIL' if wrong else 'PASS'} {number} {claim}\n       {evidence}", flush=True)
 
+    print(f"checks on {name}, {len(y)} images", flush=True)
     report(1, "the gradient exists and points uphill", *gradients(model, x, y))
-    *fall, left = sweep_to_zero(model, x, y, options)
-    clean = left[BUDGETS[0]]
-    eps = min(BUDGETS[1:], key=lambda eps: abs(left[eps] - clean / 2))
+    left = [is_right(model, pgd(model, x, y, eps), y) for eps in BUDGETS]
+    half = left[0].sum() / 2
+    eps = min(BUDGETS[1:], key=lambda eps: abs(left[BUDGETS.index(eps)].sum() - half))
     report(2, "more steps and restarts fool no more images",
-           *steps_and_restarts(model, x, y, eps, options))
+           *steps_and_restarts(model, x, y, eps))
     blind = {"noise": lambda x, y: noise(model, x, y, eps),
              "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
              "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
-    report(3, "attacks without gradients fool no more images",
-           *rivals(model, x, y, eps, blind, options))
+    report(3, "attacks without gradients fool no more images", *rivals(model, x, y, eps, blind))
     other = {}
     if pap_steps(model, x):
         other["adaptive APGD"] = lambda x, y: adaptive_apgd(model, x, y, eps)
     if twin is not None:
         other["transfer from softmax"] = lambda x, y: apgd(twin, x, y, eps)
     if other:
-        report(4, "other gradients fool no more images",
-               *rivals(model, x, y, eps, other, options))
+        report(4, "other gradients fool no more images", *rivals(model, x, y, eps, other))
     else:
         print("---- 4 not run: the model has no RPC-Attention, and no softmax model was given")
-    report(5, "accuracy falls to zero", *fall)
-    return results
+    report(5, "accuracy falls to zero", *sweep_to_zero(model, x, y, left))
+    return passed
 
 
 def main():

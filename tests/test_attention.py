@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics,
-                       layer_inputs, naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
+from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics, layer_inputs,
+                       naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
                        symmetric_attention)
 from conftest import ROOT
 
