@@ -8,17 +8,14 @@ plot.py needs matplotlib.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-import common
-from common import InputError
-from eval_robust import MODEL, measure_text, row_key
+import matplotlib
+matplotlib.use("Agg")                                           # no screen is needed
+import matplotlib.pyplot as plt
 
-try:
-    import matplotlib.pyplot as plt
-except ModuleNotFoundError:
-    sys.exit("error: plot.py needs matplotlib; install it with: pip install matplotlib")
+import common
+from eval_robust import MODEL, measure_text, row_key
 
 
 def training_curves(rows):
@@ -48,15 +45,16 @@ def budget_curves(rows):
     curves = {}
     for row in rows:
         settings = dict(row["settings"])
-        eps = settings.pop("eps", None)
-        if eps is not None and "top1" in row:
-            key, start = row_key(row | dict(settings=settings)), clean.get(row_key(row, same))
-            label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
-            _, curve = curves.setdefault(measure_text(row["name"], settings), {}).setdefault(
-                key, (label, [] if start is None else [(0, start)]))
-            curve.append((255 * eps, row["top1"]))
-    return {attack: {key: (label, sorted(curve)) for key, (label, curve) in models.items()}
-            for attack, models in curves.items()}
+        eps, start = settings.pop("eps", None), clean.get(row_key(row, same))
+        if eps is None or "top1" not in row:
+            continue
+        label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
+        panel = curves.setdefault(measure_text(row["name"], settings), {})
+        key = row_key(row | dict(settings=settings))
+        _, curve = panel.setdefault(key, (label, [] if start is None else [(0, start)]))
+        curve.append((255 * eps, row["top1"]))
+        curve.sort()
+    return curves
 
 
 def draw_panels(panels, path, xlabel):
@@ -76,34 +74,27 @@ def draw_panels(panels, path, xlabel):
     print(path)
 
 
-def main(argv=None):
+def main():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
-    folders = p.parse_args(argv).folders
-    plt.switch_backend("Agg")                                   # no screen is needed
+    folders = p.parse_args().folders
 
     curves, results = {}, {}
     for i, folder in enumerate(folders):
         log, evaluations = folder / "log.jsonl", [folder / "results.jsonl",
                                                   folder / "robust/results.jsonl"]
-        found = [path for path in evaluations if path.exists()]
-        if not log.exists() and not found:
-            raise InputError(f"{folder} contains no log.jsonl and no results.jsonl; expected the "
-                             "folder of a training or of an evaluation")
         for panel, lines in training_curves(common.read_log(log) if log.exists() else []).items():
             for name, points in lines.items():
                 style = ":" if name == "training" and panel == "loss" else "-"
                 curves.setdefault(panel, []).append((f"{folder}, {name}", f"C{i % 10}", style,
                                                      points))
-        for attack, models in budget_curves([row for path in found
-                                             for row in common.read_log(path)]).items():
+        rows = [row for path in evaluations if path.exists() for row in common.read_log(path)]
+        for attack, models in budget_curves(rows).items():
             results.setdefault(attack, []).extend((label, None, "o-", points)
                                                   for label, points in models.values())
-
     if not curves and not results:
-        raise InputError(f"{folders[0]}: its log.jsonl or results.jsonl has no rows to draw yet; "
-                         "train for longer, or evaluate more")
+        raise common.InputError(f"{folders[0]}: no rows to draw in log.jsonl or results.jsonl")
     if curves:
         draw_panels(curves, folders[0] / "curves.png", "training step")
     if results:
