@@ -1,7 +1,6 @@
-"""Tools that every script uses: flags, one-line errors, the log, checkpoints, tables.
+"""Tools that every script uses: flags, processes, the log, checkpoints, tables.
 
-This file imports none of our modules, so every module can import it. A script imports this file
-before torch, because torch reads the setting SPINS when it is imported.
+This file imports none of our modules, so every module can import it.
 """
 
 import argparse
@@ -17,13 +16,10 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-# The number of times that a waiting thread of PyTorch's OpenMP library, libgomp, checks for new
-# work before it sleeps. libgomp reads the variable when torch is imported. With libgomp's default,
-# waiting threads take the processor from working threads if other programs run, too. docs/data.md
-# has the speeds.
-SPINS = "10000"
+# Waiting threads of PyTorch sleep after this many checks for work; otherwise they slow working
+# threads down if other programs run, too (docs/data.md). Set before PyTorch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -54,13 +50,13 @@ def is_first():
 
 
 def print0(*lines):
-    """Print lines on rank 0 only, above the progress bar if there is one."""
+    """Print lines in the first process only, above the progress bar if there is one."""
     if is_first():
         tqdm.write("\n".join(lines))
 
 
 def bar(items, text, **how):
-    """Return a progress bar over items, for rank 0 in a terminal. how: more arguments of tqdm."""
+    """Return a progress bar over items, for the first process in a terminal. how: for tqdm."""
     return tqdm(items, text, disable=not is_first() or None, **how)     # None: only in a terminal
 
 
@@ -83,35 +79,30 @@ def parse_flags(parser, recipes, default):
     data = given.data or stored.get("data") or ("folder" if given.data_dir else default)
     parser.set_defaults(**{"data": data, **recipes.get(data, {}), **stored})
     args = parser.parse_args()
-    if args.data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir}: --data shapes renders its own images; leave "
-                         f"--data_dir or --data shapes out")
     return args, checkpoint
 
 
 def parse_layers(text, depth):
-    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers. InputError without a layer."""
+    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers."""
     spans = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
     layers = tuple(i for span in spans for i in range(int(span[0]), int(span[-1]) + 1))
     if not layers:
-        raise InputError(f"--rpc_layers {text} names no layer; write for example 0-2")
+        raise InputError(f"--rpc_layers {text} names no layer")
     return layers
 
 
 def new_run(folder):
     """Return `folder`. InputError if it already contains a run."""
     if Path(folder, "last.pt").exists():
-        raise InputError(f"{folder} holds a run: continue it with --resume {folder}, or choose "
-                         f"another --out_dir")
+        raise InputError(f"{folder} holds a run; use --resume {folder}, or another --out_dir")
     return folder
 
 
 # --- processes ------------------------------------------------------------------------------------
 
 def start_processes(device_name):
-    """Return this process's rank, the number of processes, and the device; connect the processes.
+    """Connect the processes of torchrun. Returns this process's number, their count, the device.
 
-    torchrun starts one process per GPU, or several on a CPU, and gives each process a number, RANK.
     device_name: the value of --device; None chooses the best device that PyTorch finds.
     """
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else
@@ -129,22 +120,18 @@ def start_processes(device_name):
 def check_batch_size(batch_size, world):
     """Raise InputError unless the processes can share a batch evenly."""
     if batch_size % world:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world}, the number "
-                         f"of processes")
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------
 
 def to_json(row):
     """Return a row as a line of JSON, which has no infinity: lambda = inf becomes "inf"."""
-    return json.dumps(row).replace("Infinity", '"inf"') + "\n"
+    return json.dumps(row).replace(": Infinity", ': "inf"') + "\n"
 
 
 def start_log(folder, step):
-    """Create the folder and its log.jsonl; return the log's path.
-
-    Every row of a log has a `step`. A resumed run keeps the rows up to `step`.
-    """
+    """Create the folder and its log.jsonl. A resumed run keeps the rows up to `step`."""
     path = Path(folder, "log.jsonl")
     if is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,20 +150,18 @@ def append_row(path, row):
 
 def read_log(path):
     """Return the rows of a log, a list of dicts; [] without a file."""
-    path = Path(path)
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] \
-        if path.exists() else []
+    if not os.path.exists(path):
+        return []
+    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def finite_means(pending, step):
-    """Return the mean of each column of `pending`, (steps, n), as a list.
+    """Return the mean of each column of `pending`, (steps, n): loss, gradient norm, your numbers.
 
-    Columns 0 and 1 are the loss and the gradient norm; more columns are your own numbers. step: the
-    number of the step in the last row. InputError, with the step, if a loss or norm is not finite.
+    step: the number of the step in the last row. InputError if a loss or norm is not finite.
     """
-    rows = pending.tolist()
-    for i, (loss, norm, *_) in enumerate(rows, step - len(rows) + 1):
-        if not math.isfinite(loss) or not math.isfinite(norm):
+    for i, (loss, norm, *_) in enumerate(pending.tolist(), step - len(pending) + 1):
+        if not math.isfinite(loss + norm):
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"try a smaller --lr or --clip")
     return pending.mean(0).tolist()
@@ -194,10 +179,7 @@ def describe(device):
 
 @cache
 def code_version():
-    """Return {"commit": this code's commit or "no git", "torch": PyTorch's version}, for logs.
-
-    The commit ends with "-dirty" if tracked files have uncommitted changes.
-    """
+    """Return the commit of this code, "-dirty" if files have changed, and PyTorch's version."""
     git = subprocess.run(["git", "--no-optional-locks", "describe", "--always", "--dirty",
                           "--abbrev=12", "--exclude=*"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
@@ -208,16 +190,10 @@ def code_version():
 
 @contextmanager
 def replacing(path):
-    """Yield the path of a temporary file, which replaces the file `path` when the block ends.
-
-    So `path` never contains half a file.
-    """
+    """Yield a temporary path, which replaces `path` at the end, so `path` is never half a file."""
     tmp = Path(f"{path}.{os.getpid()}.tmp")
-    try:
-        yield tmp
-        os.replace(tmp, path)
-    finally:
-        tmp.unlink(missing_ok=True)
+    yield tmp
+    os.replace(tmp, path)
 
 
 def save(path, checkpoint):
@@ -227,10 +203,9 @@ def save(path, checkpoint):
 
 
 def load(path):
-    """Read a checkpoint, ours or another program's; return its dict, with tensors on the CPU.
+    """Read a checkpoint: a file, or best.pt, else last.pt, of a run's folder. Tensors: on the CPU.
 
-    path: a file, or the folder of a run, where best.pt is preferred to last.pt. Code in the file
-    does not run.
+    weights_only=True: code in the file does not run.
     """
     path = Path(path)
     if path.is_dir():
@@ -245,12 +220,8 @@ def load(path):
 
 
 def check_unchanged(checkpoint, now):
-    """Raise InputError if the resumed checkpoint stores another value for a name in `now`.
-
-    now: {name: value}, settings of the data, of the model and of the batches.
-    """
-    about = {name: value for name, value in checkpoint.items() if name != "model"}    # the weights
-    was = {**checkpoint["args"], **checkpoint["model_config"], **about}
+    """Raise InputError if the checkpoint of --resume has other values than `now`, a dict."""
+    was = {**checkpoint, **checkpoint["args"], **checkpoint["model_config"]}
     for name, value in now.items():
         if was.get(name) != value:
             raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "

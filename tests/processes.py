@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +20,6 @@ def child(main, flags, env, out, err):
     sys.stdout, sys.stderr = open(out, "w"), open(err, "w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     os.environ.update(env)
     sys.argv = ["script", *flags]
@@ -41,9 +39,6 @@ class Started:
 
     def poll(self):
         return self.process.exitcode
-
-    def send_signal(self, number):
-        os.kill(self.process.pid, number)
 
     def communicate(self, timeout=300):
         """Return (stdout, stderr) after the end; kill the process if it takes too long."""
@@ -87,16 +82,14 @@ def finish(process):
     return out
 
 
-def group(main, flags, world=2, errors=False, **env):
+def group(main, flags, world=2, **env):
     """Start `world` processes as torchrun does; return the stdout of each process.
 
     env: environment variables, which override torchrun's.
-    errors: return (stdout, stderr) of each process.
     """
     with socket.create_server(("localhost", 0)) as s:
         port = str(s.getsockname()[1])
     shared = dict(WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
     processes = [Started(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
                  for i in range(world)]
-    printed = [finish(process) for process in processes]
-    return [process.communicate() for process in processes] if errors else printed
+    return [finish(process) for process in processes]

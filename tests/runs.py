@@ -5,7 +5,6 @@ import io
 import json
 import random
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +71,6 @@ def assert_same_run(a, b, name="last.pt"):
         for k, value in state.items():
             other = y["optimizer"]["state"][p][k]
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(other))
-
-
-def wait_for(path, process, seconds=240):
-    """Wait until the file exists; fail if the process ends first."""
-    end = time.time() + seconds
-    while not Path(path).exists():
-        assert process.poll() is None, process.communicate()[1][-2000:]
-        assert time.time() < end
-        time.sleep(0.01)
 
 
 # --- data to train on -----------------------------------------------------------------------------

