@@ -62,17 +62,6 @@ def test_common_mistake_gets_its_hint(number, hole, tmp_path):
         assert not right and hint in text.splitlines()[-1], text
 
 
-def test_first_wrong_line_names_its_step(tmp_path):
-    text, _ = exercises.judge(9, fill(tmp_path, 9, ["shrink(k)", *RIGHT[9][1:]]))
-    assert "step 2, S" in text.splitlines()[0]
-
-
-def test_solution_right_only_once_is_wrong(tmp_path):
-    once = (RIGHT[7][0] + " if not vars(torch).setdefault('seen', [])"
-            " and not torch.seen.append(1) else x")
-    assert not exercises.judge(7, fill(tmp_path, 7, [once]))[1]
-
-
 @pytest.mark.parametrize("line, named", [("x +", "line 11"), ("nothing", "line 11, in shrink"),
                                          ("1.0", "expected (4, 5)"), ("x * float('nan')", "nan")])
 def test_broken_solution_is_named_with_its_line(line, named, tmp_path):

@@ -153,27 +153,22 @@ def test_live_attack_keeps_budget_and_lowers_margin():
     pixels = torch.cat([torch.zeros(1000), torch.ones(1000), random])
     found = in_node(f"""
         const pixels = Float32Array.from({json.dumps(pixels.tolist())});
-        return [0, 1.5 / 255, 8 / 255].map(eps => [0, 0, 1].map(seed => {{
-          const search = new SquareAttack(pixels, eps, seed), asked = [];
+        return [[1.5, 0], [8, 0], [8, 0], [8, 1]].map(([eps, seed]) => {{
+          const search = new SquareAttack(pixels, eps / 255, seed), asked = [];
           for (let query = 0; query < 200; query++) {{
-            const {{best}} = search, x = search.propose();
-            asked.push([Math.max(...x.map((xi, i) => Math.abs(xi - pixels[i]))), Math.max(...x),
-                        -Math.min(...x),
-                        query > 1 ? x.filter((xi, i) => xi !== best[i]).length : 0]);
+            const x = search.propose(), far = x.map((xi, i) => Math.abs(xi - pixels[i]));
+            asked.push([Math.max(...far), Math.max(...x), -Math.min(...x)]);
             search.tell(margin([1, x.reduce((a, b, i) => a + b * Math.cos(i), 0)], 0));
           }}
           return {{asked, margins: search.margins, best: [...search.best]}};
-        }}));""", "network", "damage", "attack")
-    for eps, (first, again, other) in zip((0, 1.5 / 255, 8 / 255), found):
-        for run in (first, other):
-            bounds = torch.tensor([eps, 1, 0, 3 * 7 * 7])               # one square per query
-            assert (torch.tensor(run["asked"]) <= bounds + 1e-6).all()
-            assert run["margins"] == sorted(run["margins"], reverse=True)
-            assert (run["margins"][-1] < run["margins"][0]) == (eps > 0)
-            best = torch.tensor(run["best"])
-            margin = 1 - (best * torch.arange(3072).cos()).sum().item()
-            assert run["margins"][-1] == pytest.approx(margin, abs=1e-3)
-        assert first == again and (eps == 0 or first != other)
+        }});""", "network", "damage", "attack")
+    for eps, run in zip((1.5, 8, 8, 8), found):
+        assert (torch.tensor(run["asked"]) <= torch.tensor([eps / 255, 1, 0]) + 1e-6).all()
+        assert run["margins"] == sorted(run["margins"], reverse=True)
+        best = torch.tensor(run["best"])
+        margin = 1 - (best * torch.arange(3072).cos()).sum().item()
+        assert run["margins"][-1] == pytest.approx(margin, abs=1e-3) and margin < run["margins"][0]
+    assert found[1] == found[2] != found[3]                             # the seed decides
 
 
 @needs_node
@@ -189,34 +184,6 @@ def test_own_picture_is_resized_as_in_evaluation():
                         "return [...now.value];", "damage")
         expected = center_crop(resize(picture, [32], 3, antialias=True), [32, 32])      # 3: bicubic
         assert (torch.tensor(found) * 255 - expected.flatten()).abs().max() < 1.01
-
-
-@needs_node
-def test_paint_stays_in_range_and_erases():
-    paint = "0123" * 16
-    found = in_node(f"""const none = "0".repeat(64);
-        const pixels = new Float32Array(3072).map((_, i) => i % 256 / 255);
-        const damage = [["noise", 1, "{paint}"], ["fog", 0.5, none], ["noise", 0, none],
-                        ["noise", 0, "{paint}"]];
-        return damage.map(([kind, amount, paint]) =>
-            [...damaged(pixels, {{kind, amount, paint}})]);""", "network", "damage")
-    patches = torch.tensor(found).view(4, 3, 8, 4, 8, 4).permute(0, 2, 4, 1, 3, 5)
-    noisy, fog, same, painted = patches
-    pixels = (torch.arange(3072) % 256 / 255).view(3, 8, 4, 8, 4).permute(1, 3, 0, 2, 4)
-    assert torch.stack([noisy, fog]).min() >= 0 and torch.stack([noisy, fog]).max() <= 1
-    assert torch.equal(same, pixels) and fog.std() < pixels.std()
-    assert torch.equal(painted[:, 0], pixels[:, 0]) and not torch.equal(painted[:, 1], pixels[:, 1])
-    assert (painted[:, 2] == 0).all() and (painted[:, 3] == 1).all()
-
-
-@needs_node
-def test_lambda_slider_runs_from_zero_to_infinity():
-    values, back = zip(*in_node("return Array.from({length: 1001}, (_, p) => "
-                                "[fromSlider(p), toSlider(fromSlider(p))]);", "inside"))
-    assert values[0] == 0 and values[-1] is None            # JSON: infinity is null
-    assert values[1] == 0.01 and values[-2] == 100
-    assert list(values[:-1]) == sorted(values[:-1])
-    assert list(back) == pytest.approx(range(1001), abs=1.1)
 
 
 # --- numbers on the page --------------------------------------------------------------------------
@@ -326,11 +293,8 @@ def page():
 
 @pytest.fixture(scope="module")
 def visit(page, tmp_path_factory):
-    """Open the page once: look, paint a stroke, clear it, follow a link, and attack."""
+    """Open the page once: guess, paint a stroke, clear it, and attack."""
     return in_chromium(page, """
-        const live = async end => {
-          while (!document.documentElement.dataset.live?.endsWith(end)) await wait(20);
-        };
         const text = async different => {
           while (["", different].includes($("plain").textContent)) await wait(20);
           return $("plain").textContent;
@@ -343,26 +307,12 @@ def visit(page, tmp_path_factory):
         $("picture").dispatchEvent(new PointerEvent("pointerdown", {...at, buttons: 1}));
         const second = await text(first);
         $("clean").click();
-        const painted = [first, second, await text(second)], open = $("expert").open;
-
-        location.hash = "#try&scene=3&lambd=0.2&n_iter=3&form=admm&layers=1&eps=8";
-        await live("guess=none");
-        while (!$("words").textContent.startsWith("Step 3")) await wait(20);
-        const labels = query =>
-          [...document.querySelectorAll(query)].map(x => x.getAttribute("aria-label"));
-        const linked = {words: $("words").textContent, maps: labels("#maps canvas"),
-                        pixel: [...$("picture").getContext("2d").getImageData(20, 84, 1, 1).data],
-                        curves: labels("#curves svg"), answers: labels("#answers figure"),
-                        plain: $("plain").textContent, lambda: $("lambd-value").value,
-                        link: document.documentElement.dataset.live};
-        $("lambd").value = 500;
-        $("lambd").dispatchEvent(new Event("input"));
-        linked.moved = $("lambd-value").value;
+        const painted = [first, second, await text(second)];
 
         let clock = performance.now();
         performance.now = () => clock += 5;                 // virtual time stands while scripts run
-        location.hash = "#try&eps=12";
-        await live("&eps=12&guess=none");
+        location.hash = "#try&eps=12";                      // a link that somebody prepared
+        while (!document.documentElement.dataset.live.endsWith("&eps=12&guess=none")) await wait(20);
         new MutationObserver(() => /Query [2-9]/.test($("verdict").textContent)
                              && $("stop").click())
           .observe($("verdict"), {subtree: true, childList: true});
@@ -370,7 +320,7 @@ def visit(page, tmp_path_factory):
         while (!$("verdict").textContent.startsWith("After")) await wait(20);
         const words = [...document.querySelectorAll("#duel .words")].map(x => x.textContent);
         const bars = [...document.querySelectorAll("#duel .stored")].map(x => x.textContent);
-        return {asked, painted, open, linked, verdict: $("verdict").textContent, words, bars};""",
+        return {asked, painted, verdict: $("verdict").textContent, words, bars};""",
                        tmp_path_factory.mktemp("visit"))
 
 
@@ -382,25 +332,7 @@ def test_guess_paints_and_stroke_updates_numbers(visit):
     assert "Seven patches are noise" in second
     numbers = r"(\d\.\d\d) on paint, (\d\.\d\d) elsewhere"
     assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
-    assert third.startswith("Nothing is painted") and not visit["open"]
-
-
-@needs_chromium
-def test_link_sets_page_and_opens_expert_fold(visit):
-    found = visit["linked"]
-    image = load_shapes("test", page_maker.SCENES[3] + 1).images[-1]
-    assert found["pixel"] == [*image[:, 10, 2].tolist(), 255] and found["moved"] == "1"
-    assert found["lambda"] == "0.2" and len(found["maps"]) == 4 * 3
-    assert set(found["link"].split("&")) == {"#try", "scene=3", "lambd=0.2", "n_iter=3",
-                                             "form=admm", "layers=1", "eps=8", "guess=none"}
-    itself = re.search(r"in row 8, column 8 (\S+)$", found["maps"][-1])[1]      # the stroke's patch
-    assert f"gives itself {100 * float(itself):.0f} % of its attention" in found["words"]
-    for curve, last in zip(found["curves"], (r"residual (\S+) of", r"entropy (\S+) nats")):
-        *_, at_last = numbers = [float(x) for x in curve.split(": ")[1].split(", ")]
-        stated = float(re.search(last, found["words"])[1])
-        assert len(numbers) == 3 and at_last == pytest.approx(stated, abs=6e-3)
-    says = re.search(r"RPC says (\w+), (\d+ %)", found["plain"])
-    assert found["answers"][2].startswith(f"RPC: {says[1]} {says[2]}, without paint ")
+    assert third.startswith("Nothing is painted")
 
 
 @needs_chromium
@@ -447,31 +379,20 @@ def test_page_fetches_nothing_and_labels_everything(page):
     assert len(page.encode()) < 3e6 and "default-src 'none'" in page
     written = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert set(re.findall(r"<(\w+)[^>]* (?:src|(?:xlink:)?href)=\"(?!#|data:)", written)) == {"a"}
-    assert all(len(alt) > 10 for alt in re.findall(r'<img[^>]* alt="(.*?)"', written))
-    assert written.count("<img") == len(re.findall(r'<img[^>]* alt="', written)) > 0
-    controls = re.findall(r'<(input|select)[^>]* id="(.*?)"', written)
-    for tag, name in controls:
+    for tag, name in re.findall(r'<(input|select)[^>]* id="(.*?)"', written):
         assert re.search(rf'<label[^>]*>[^<]*<{tag}[^>]* id="{name}"', written), name
-    assert len(controls) == written.count("<input") + written.count("<select")
     for alt, _ in re.findall(page_maker.PICTURE, TEXT):
         assert page.count(f'"{alt}"') == 1
 
 
-def test_formulas_become_mathml_and_titles_are_escaped(monkeypatch):
-    text = ("## 1 < 2 & <b>3</b>\n\n$$\\frac{a}{b}$$ and $c_d * e * f$, `$no$` "
-            "[file](../vit.py) [site](https://x.org) "
-            "[part](#part-1)\n\n```python\nx = '$y$'\n```\n\n| a | b |\n|---|---|\n| 1 | $|z|$ |\n")
+def test_formulas_become_mathml_and_code_stays():
+    text = ("$$\\frac{a}{b}$$ and $c_d * e * f$, `$no$` [file](../vit.py) [part](#part-1)\n\n"
+            "```python\nx = '$y$'\n```\n\n| a |\n|---|\n| $|z|$ |\n")
     html = page_maker.to_html(text)
     assert html.count("<math") == html.count("</math>") == 3
     assert "<mfrac>" in html and "<em>" not in html
     assert "<code>$no$</code>" in html and "$y$" in html and '<div class="wide"><table>' in html
-    assert "file" in html and "vit.py" not in html
-    assert 'href="https://x.org"' in html and 'href="#part-1"' in html
-    monkeypatch.setattr(page_maker, "sections", lambda: [text, "## A. The other\n"])
-    whole = page_maker.page()
-    assert "<title>1 &lt; 2 &amp; &lt;b&gt;3&lt;/b&gt;</title>" in whole
-    assert '<a href="#a-the-other">A. The other</a>' in whole
-    assert '<section id="a-the-other">' in whole
+    assert "file" in html and "vit.py" not in html and 'href="#part-1"' in html
 
 
 def test_inner_links_of_page_have_targets(page):
