@@ -1,9 +1,9 @@
 """Evaluate image classifiers on clean, corrupted and attacked images; print one table.
 
-    python eval_robust.py --ckpt out/shapes_rpc                   # rendered scenes: minutes on a CPU
+    python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
     python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all models
     python eval_robust.py --ckpt out/a --measures clean pgd cw --eps 1/255 4/255 --steps 40
-    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet    # timm's names
+    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet   # timm's names
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10   # any model
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a
@@ -30,10 +30,11 @@ their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0
 import argparse
 import base64
 import copy
-import importlib.util
 import json
 import math
 import os
+import runpy
+import sys
 import time
 import zlib
 from datetime import date
@@ -72,7 +73,7 @@ ATTACKS = {
     "adaptive_pgd": partial(adaptive_pgd, steps=20),
     "sld": partial(sld, eps=10.0, steps=20),              # eps: an L1 budget
     "spsa": partial(spsa, steps=40, pairs=128),
-    "cw": partial(cw, eps=None, steps=1000, search_steps=5),    # no budget: it minimises the L2 norm
+    "cw": partial(cw, eps=None, steps=1000, search_steps=5),    # no budget: minimises the L2 norm
     "apgd": partial(apgd, loss="ce", steps=100),
     "adaptive_apgd": partial(adaptive_apgd, loss="ce", steps=100),
     "square": partial(square, queries=5000),
@@ -122,8 +123,8 @@ def get_args(words=None):
          "training)")
     flag("--data_dir", help="read the data from this folder (default: as in training); for "
          "imagenet, the folder that contains val/ with all or some classes")
-    flag("--image_size", type=int, help="set the pixels per side for --model (default: 32 on shapes "
-         "and cifar10, else 224)")
+    flag("--image_size", type=int, help="set the pixels per side for --model (default: 32 on "
+         "shapes and cifar10, else 224)")
     flag("--corrupted_dir", help="read corrupted images from this folder instead of making them: "
          "<type>/<severity>/<class>/*.JPEG, as ImageNet-C")
     for name in FOLDERS:
@@ -135,8 +136,9 @@ def get_args(words=None):
          help="corrupt images at these severities (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="write results.jsonl to this folder (default: robust/ in the first "
-         "checkpoint's run folder; for a single file out/FILE/robust; for --model out/model/robust)")
+    flag("--out_dir", help="write results.jsonl to this folder (default: robust/ in the "
+         "run folder of the first checkpoint; for a single file out/FILE/robust; for --model "
+         "out/model/robust)")
     flag("--batch_size", type=int, help="use this many images per batch, which bounds the memory "
          "(default: depends on the image size and the memory of the GPU)")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="decode images in "
@@ -154,6 +156,30 @@ def fraction(text):
 
 
 # --- models ---------------------------------------------------------------------------------------
+
+def build_model(path):
+    """Call the function of --model FILE.py:BUILD, which returns an nn.Module from pixels to logits.
+
+    The file's folder joins sys.path, so `import sibling` works in the file.
+    """
+    file, _, function = path.partition(":")
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    build = runpy.run_path(file)[function]
+    torch.manual_seed(0)                                  # the same weights on every process
+    return build()
+
+
+def kind_of(config):
+    """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
+    kind = getattr(config, "family", "") + config.attn
+    if not config.rpc_layers:
+        return kind
+    everywhere = len(config.rpc_layers) == config.depth
+    layers = "all-layer" if everywhere else "layer" + ",".join(map(str, config.rpc_layers))
+    changed = [f", {name} {config.pap[name]}" for name in ("lambd", "form")
+               if config.pap[name] != PAP_SETTINGS[name]]
+    return "".join([f"{kind} {config.pap['n_iter']}iter/{layers}", *changed])
+
 
 class Model(NamedTuple):
     """A network to evaluate."""
@@ -202,33 +228,6 @@ def load_model(path, size, device):
                  list(checkpoint.get("classes") or []), about, trained, checkpoint.get("seen", []))
 
 
-def build_model(path):
-    """Call the function of --model FILE.py:BUILD, which returns an nn.Module from pixels to logits.
-
-    The file's folder joins sys.path, so `import sibling` works in the file.
-    """
-    import sys
-    file, _, function = path.partition(":")
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    torch.manual_seed(0)                                  # the same weights on every process
-    return getattr(module, function)()
-
-
-def kind_of(config):
-    """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
-    kind = getattr(config, "family", "") + config.attn
-    if not config.rpc_layers:
-        return kind
-    everywhere = len(config.rpc_layers) == config.depth
-    layers = "all-layer" if everywhere else "layer" + ",".join(map(str, config.rpc_layers))
-    changed = [f", {name} {config.pap[name]}" for name in ("lambd", "form")
-               if config.pap[name] != PAP_SETTINGS[name]]
-    return "".join([f"{kind} {config.pap['n_iter']}iter/{layers}", *changed])
-
-
 # --- data -----------------------------------------------------------------------------------------
 
 # Names of ImageNet's class folders; logit i of an ImageNet network belongs to IMAGENET[i].
@@ -259,15 +258,18 @@ def load_data(args, models, device):
             logits = robust.forward(m.net, grey)
         check_logits(logits)                              # not finite, or probabilities
         counts.append(logits.shape[1])
+
+    # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
+    # if only ImageNet-A and -R are measured.
     imagenet = args.data == "imagenet" and counts[0] == len(IMAGENET)
     names = first.classes or (IMAGENET if imagenet else None)
-    flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=device)
-    seen = {name for m in models for name in m.seen}      # photos of the training do not count
-    if imagenet and not args.data_dir:                    # then only ImageNet-A and -R can be measured
+    if imagenet and not args.data_dir:
         data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
-    elif args.data == "imagenet":                        # val/ may contain some classes only
+    elif args.data == "imagenet":
         data = ImageTree(args.data_dir, "val", names, first.size, subset=imagenet)
     else:
+        flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=device)
+        seen = {name for m in models for name in m.seen}  # photos of the training do not count
         data = load_test(flags, trained=first.trained, size=first.size, classes=names, seen=seen)
     for m, count in zip(models, counts):
         path = m.about["checkpoint"]
@@ -334,18 +336,11 @@ def score(net, x, labels):
 
 
 def all_sum(t):
-    """Sum a tensor over the processes, which each fill their share of a tensor of zeros; float64."""
+    """Sum a tensor over the processes, each of which fills its share of zeros; float64."""
     t = t.cpu()
     if dist.is_initialized():
         dist.all_reduce(t)
     return t.double()
-
-
-def outcome(hits, num_classes):
-    """Return the fields top1, top5 (in per cent) and right of a row; hits: (n, 3) of `correct`."""
-    top1, top5 = (round(x, 4) for x in (100 * hits[:, :2].sum(0) / len(hits)).tolist())
-    top5 = dict(top5=top5) if num_classes > 5 else {}     # up to 5 classes it is always 100 %
-    return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
 
 
 def pack(right):
@@ -357,6 +352,13 @@ def unpack(text, n):
     """Return (n,) bool from the text that `pack` returned for n images."""
     packed = np.frombuffer(base64.b64decode(text), np.uint8)
     return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
+
+
+def outcome(hits, num_classes):
+    """Return the fields top1, top5 (in per cent) and right of a row; hits: (n, 3) of `correct`."""
+    top1, top5 = (round(x, 4) for x in (100 * hits[:, :2].sum(0) / len(hits)).tolist())
+    top5 = dict(top5=top5) if num_classes > 5 else {}     # up to 5 classes it is always 100 %
+    return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
 
 
 # --- measures: each returns fields of a row -------------------------------------------------------
@@ -377,8 +379,8 @@ def corrupted(m, data, index, args, settings):
     label = f"{kind}, {m.about['model']}"
     if args.corrupted_dir:                                # image i is the copy of image i of `data`
         for i, severity in enumerate(severities):
-            copies = open_folder(Path(args.corrupted_dir, kind, str(severity)), data.classes, m.size,
-                                 crop=1.0)                # the files are already cropped
+            folder = Path(args.corrupted_dir, kind, str(severity))
+            copies = open_folder(folder, data.classes, m.size, crop=1.0)    # are already cropped
             if not torch.equal(copies.labels, data.labels):
                 raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
                                  f"{severity} has other images than the test images")
@@ -398,7 +400,7 @@ def corrupted(m, data, index, args, settings):
 
 
 class Normalized(torch.nn.Module):
-    """A network of normalised images z = (x - mean) / std; the paper's code attacks such networks."""
+    """A network of normalised images z = (x - mean) / std, as the paper's code attacks it."""
 
     def __init__(self, net):
         super().__init__()
@@ -501,8 +503,9 @@ def measure_text(name, settings):
     def word(value):
         if isinstance(value, list):
             return ",".join(map(word, value))
-        if isinstance(value, float) and 0 < value < 1 and abs(255 * value - round(255 * value)) < 1e-9:
-            return f"{round(255 * value)}/255"
+        levels = 255 * value if isinstance(value, float) else 0.5
+        if 0 < levels < 255 and abs(levels - round(levels)) < 1e-9:
+            return f"{round(levels)}/255"
         return f"{value:g}" if isinstance(value, float) else str(value)
     return " ".join([name, *(f"{setting}={word(value)}" for setting, value in settings.items())])
 
@@ -631,8 +634,9 @@ def plan(args, data, size):
 def main():
     args = get_args()
     if args.table:
-        paths = [Path(path, "results.jsonl") if Path(path).is_dir() else path for path in args.table]
-        print(rows_table([row for path in paths for row in common.read_log(path)]))
+        files = (Path(path, "results.jsonl") if Path(path).is_dir() else path
+                 for path in args.table)
+        print(rows_table([row for file in files for row in common.read_log(file)]))
         return
     args.process = rank, world, device = Process(*common.start_processes(args.device))
     torch.backends.cudnn.allow_tf32 = False               # PyTorch's default rounds convolutions
@@ -666,9 +670,9 @@ def main():
             wanted.append(rows[key])
     fewest = min(row["images"] for row in wanted)
     print0(f"\n{rows_table(wanted)}\n\n"
-           f"The numbers of {path} are in per cent. Compare numbers of one line only. An accuracy of "
-           f"50 % on {fewest} images has a 95 % interval of ±{98 / fewest ** 0.5:.0f} points. One "
-           f"network per variant is not enough to rank variants: train several seeds.")
+           f"The numbers of {path} are in per cent. Compare numbers of one line only. An accuracy "
+           f"of 50 % on {fewest} images has a 95 % interval of ±{98 / fewest ** 0.5:.0f} points. "
+           f"One network per variant is not enough to rank variants: train several seeds.")
     if dist.is_initialized():
         dist.destroy_process_group()
 

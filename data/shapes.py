@@ -96,11 +96,6 @@ def colour(hue, saturation, luminance):
     return torch.lerp(luminance, rgb, saturation)[:, :, None, None]
 
 
-def as_column(t):
-    """Reshape (B,) -> (B, 1, 1)."""
-    return t[:, None, None]
-
-
 def colours(draw, layer):
     """Draw two similar colours of a layer, (B, 3, 1, 1) each. draw: see render_scenes.
 
@@ -126,16 +121,16 @@ def place(draw, layer, x, y):
         angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
         centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
         centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-    turn, stretch = draw(-0.35, 0.35, 8), as_column(draw(-0.12, 0.12, 9).exp())
-    cos, sin = as_column(turn.cos() / scale), as_column(turn.sin() / scale)
-    dx, dy = x - as_column(centre_x), y - as_column(centre_y)
+    turn, stretch = draw(-0.35, 0.35, 8), draw(-0.12, 0.12, 9).exp()[:, None, None]
+    cos, sin = (turn.cos() / scale)[:, None, None], (turn.sin() / scale)[:, None, None]
+    dx, dy = x - centre_x[:, None, None], y - centre_y[:, None, None]
     return (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch, scale
 
 
 def textured(draw, first, second, u, v):
     """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
-    cos, sin = as_column(angle.cos() * frequency), as_column(angle.sin() * frequency)
+    cos, sin = (angle.cos() * frequency)[:, None, None], (angle.sin() * frequency)[:, None, None]
     which = (draw(0, 1, 12) * len(TEXTURES)).long()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
@@ -170,11 +165,11 @@ def render_scenes(index, size=32, seed=0):
         u, v, scale = place(draw, layer, x, y)
         fill = textured(draw, first, second, u, v)
         labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # kept from the last layer
-        distance = apply_each(SHAPES.values(), labels, u, v) * as_column(scale)
+        distance = apply_each(SHAPES.values(), labels, u, v) * scale[:, None, None]
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, as_column(labels + 1).to(torch.uint8), masks)
+        masks = torch.where(coverage > 0.5, (labels + 1)[:, None, None].to(torch.uint8), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1

@@ -21,7 +21,7 @@ def check_mode(model):
 
 
 def forward(model, images):
-    """Return model(images) in float32 or wider: losses and margins need more than half precision."""
+    """Return model(images) in float32 or wider, which losses and margins need."""
     logits = model(images)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))    # float64 stays float64
 

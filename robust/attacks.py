@@ -55,7 +55,8 @@ def input_gradient(loss, model, images, labels):
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = forward(model, images)
+        logits = model(images)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))    # as in `forward`
         losses = loss(logits, labels)
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
@@ -256,8 +257,8 @@ def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, legacy=Fals
          seed=0, index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
-    The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with legacy=True,
-    at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
+    The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with
+    legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
     One image costs up to 2 * pairs * steps = 10,240 forward passes. So an image is finished as soon
     as its iterate is misclassified; this iterate is returned. Images that are misclassified without
     an attack stay unchanged.
