@@ -93,10 +93,8 @@ def get_args():
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=int, help="train for this many epochs, the length of the schedule "
          "(default: %(default)s; for your own images 1.8 sqrt(images), at least 8)")
-    flag("--batch_size", type=int, help="images per step, over all processes (default: "
-         "%(default)s)")
-    flag("--lr", type=float, help="highest learning rate (default: %(default)s); DeiT's is "
-         "batch_size * 5e-4 / 512")
+    flag("--batch_size", type=int, help="images per step of all processes (default: %(default)s)")
+    flag("--lr", type=float, help="highest rate (default: %(default)s); DeiT: 5e-4 per 512 images")
     flag("--warmup_epochs", type=float, default=1, help="epochs of warm-up (default: %(default)s)")
     flag("--weight_decay", type=float, default=0.05, help="of matrices (default: %(default)s)")
     flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (0: no clipping)")
@@ -165,15 +163,14 @@ def load_batches(source, keys, args, device, transform=None):
             index = send(index, device)                             # index.to(device)
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
-        return
-    keys = (list(zip(position.tolist(), index.tolist())) for position, index in keys)
-    batches = image_batches(source, keys, args.num_workers, device, transform=transform)
-    for images, labels, position in batches:                    # on the CPU; pinned for a GPU
-        images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
-        yield images, labels, position
+    else:
+        pairs = (list(zip(position.tolist(), index.tolist())) for position, index in keys)
+        batches = image_batches(source, pairs, args.num_workers, device, transform=transform)
+        for images, labels, position in batches:                    # a DataLoader's, on the CPU
+            yield send(images, device), send(labels, device), position
 
 
-CHUNK = 2 ** 14, 2 ** 29                # augment at most this many images, and bytes, at once
+CHUNK = 2 ** 14, 2 ** 29                # augment at most this many images, and bytes, in one call
 
 
 def train_batches(source, args, start, stop, device, rank, world):
@@ -183,24 +180,26 @@ def train_batches(source, args, start, stop, device, rank, world):
     long. A sample's random numbers depend on its position alone, so chunks change no number. On a
     CPU a chunk is one batch, and the processes that decode files also augment.
     """
+    on_cpu, b = device.type == "cpu", args.batch_size // world
+    images_at_once = min(CHUNK[0], CHUNK[1] // (3 * args.image_size ** 2))
+    batches_at_once = 1 if on_cpu else max(1, images_at_once // b)
+
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing and mixing follow.
     augment = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
-    on_cpu, b = device.type == "cpu", args.batch_size // world
-    most = min(CHUNK[0], CHUNK[1] // (3 * args.image_size ** 2))    # images in a chunk
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     loaded = load_batches(source, keys, args, device, transform=augment if on_cpu else None)
-    while chunk := list(islice(loaded, 1 if on_cpu else max(1, most // b))):
-        images, labels, position = (torch.cat(parts) for parts in zip(*chunk))
+    while chunk := list(islice(loaded, batches_at_once)):
+        images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
         if not on_cpu:
-            images = augment(images, position)
-        images = to_float(images, position, args.seed, erase=args.erase)
+            images = augment(images, positions)
+        images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
-        for x, y, place in zip(images.split(b), targets.split(b), position.split(b)):
+        for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):
             if args.mixup or args.cutmix:               # (seed, step) determines lambda
-                step = place[0].item() // args.batch_size
+                step = position[0].item() // args.batch_size
                 x, y = mix(x, y, (args.seed, step), args.mixup, args.cutmix)
-            yield x, y, place
+            yield x, y, position
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -243,9 +242,10 @@ def learning_rate(step, warmup, total, args):
 def load_weights(model, path):
     """Load the weights of a classifier into the model, to train them further."""
     checkpoint, own, c = common.load(path), model.state_dict(), model.config
-    # A file without our entry "task" is a file of DeiT, timm or the released code.
-    weights = dict(checkpoint["model"] if "task" in checkpoint else
-                   load_timm(checkpoint).state_dict())
+    if "task" in checkpoint:                            # our checkpoint
+        weights = checkpoint["model"]
+    else:                                               # a file of DeiT, timm or the released code
+        weights = load_timm(checkpoint).state_dict()
     if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # not a FAN
         side = c.image_size // c.patch_size                 # interpolate to another image size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
@@ -275,7 +275,7 @@ def main():
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
                          f"training images")
-    if (args.mixup or args.cutmix) and 1 < args.repeats > args.batch_size // 2:
+    if (args.mixup or args.cutmix) and args.repeats > max(1, args.batch_size // 2):
         raise InputError(f"--batch_size {args.batch_size}: with --repeats {args.repeats}, an image "
                          f"would be mixed with its own copy; choose {2 * args.repeats} or more")
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
@@ -314,10 +314,10 @@ def main():
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
-    about = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
+    data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
-        common.check_unchanged(checkpoint, dict(about, **asdict(config),
-                                                batch_size=args.batch_size))
+        common.check_unchanged(checkpoint, {**data, **asdict(config),
+                                            "batch_size": args.batch_size})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
@@ -384,7 +384,7 @@ def main():
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
-                dist.all_reduce(recent)
+                dist.all_reduce(recent)                             # adds over processes
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
             common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
@@ -409,8 +409,8 @@ def main():
             state = dict(task="classification", architecture="vit" if Model is ViT else "fan",
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), seen=[*train.hashes, *val.hashes],
-                         **about)
+                         model_config=asdict(config), **data,
+                         seen=[*train.hashes, *val.hashes])         # these are never test images
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)

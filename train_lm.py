@@ -324,12 +324,11 @@ def main():
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and place in the batch only.
-    fingerprint = zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes())
-    about = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
-                 fingerprint=fingerprint)
+    data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
+                fingerprint=zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes()))
     if checkpoint:
-        common.check_unchanged(checkpoint, dict(about, **asdict(config),
-                                                batch_size=args.batch_size))
+        common.check_unchanged(checkpoint, {**data, **asdict(config),
+                                            "batch_size": args.batch_size})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
@@ -388,7 +387,7 @@ def main():
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
-                dist.all_reduce(recent)
+                dist.all_reduce(recent)                             # adds over processes
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * args.context * len(pending) / (time.perf_counter() - clock)
             common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate,
@@ -414,7 +413,7 @@ def main():
                 best = dict(step=done, **metrics)
             state = dict(task="language modelling", args=vars(args), step=done, metrics=metrics,
                          best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **about)
+                         model_config=asdict(config), **data)
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)

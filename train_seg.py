@@ -351,11 +351,11 @@ def main():
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
-    about = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
+    data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
         names = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout", "size", "batch_size")
         flags = {name: getattr(args, name) for name in names}
-        common.check_unchanged({**checkpoint, "model_config": {}}, {**about, **flags})
+        common.check_unchanged({**checkpoint, "model_config": {}}, {**data, **flags})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
@@ -420,7 +420,7 @@ def main():
         if logging:
             recent = torch.stack(pending) / world                   # (steps, 2)
             if world > 1:
-                dist.all_reduce(recent)
+                dist.all_reduce(recent)                             # adds over processes
             loss, norm = common.finite_means(recent.cpu(), done)
             rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
             common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
@@ -444,8 +444,8 @@ def main():
                 best = dict(step=done, **metrics)
             state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
                          best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), seen=[*train.hashes, *val.hashes],
-                         **about)
+                         model_config=asdict(config), **data,
+                         seen=[*train.hashes, *val.hashes])         # these are never test images
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
