@@ -6,7 +6,7 @@ Strudel et al. 2021, `rstrudel/segmenter`. Details that the paper does not menti
 
     model = Segmenter(SegmenterConfig(num_classes=150, attn="rpc", pap=dict(n_iter=6)))
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
-    p = predict(model.eval(), image, size=512, window=512, stride=480)   # (3, h, w) -> (150, h, w)
+    classes = predict_classes(model.eval(), image, size=512, window=512, stride=480)     # (h, w)
 
 B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
 
@@ -161,14 +161,13 @@ class Segmenter(nn.Module):
         return logits[..., :images.shape[2], :images.shape[3]]
 
 
-# --- inference: views, sliding windows -----------------------------------------------------------
+# --- inference: sliding windows on scaled images -------------------------------------------------
 
 def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The result is the largest image with long side <= 4 * size * scale and short side <= size *
-    scale. If this short side is smaller than the window, the image is enlarged to a short side that
-    equals the window.
+    The long side is at most 4 * size * scale, the short side at most size * scale. If the short
+    side is smaller than the window, the image is enlarged to a short side that equals the window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
@@ -189,22 +188,22 @@ def window_corners(height, width, window, stride):
 
 
 @torch.no_grad()
-def view_logits(model, views, *, window, stride, batch_size=8):
+def view_logits(model, views, window, stride, batch_size):
     """Return the logits (K, h, w) of each view, averaged over the windows that cover a pixel.
 
-    views: list of (image (3, h, w) float in [0, 1], flipped: bool), on the model's device. The
-    windows of all views go through the model together, batch_size at a time.
+    views: list of images (3, h, w), float in [0, 1]. The windows of all views go through the model
+    together, batch_size at a time.
     """
     if window % model.config.patch_size:
         raise InputError(f"window {window} is not a multiple of the patch size "
                          f"{model.config.patch_size}")
     places = [(x, slice(top, top + window), slice(left, left + window))
-              for x, _ in views for top, left in window_corners(*x.shape[1:], window, stride)]
+              for x in views for top, left in window_corners(*x.shape[1:], window, stride)]
     crops = [x[:, rows, columns] for x, rows, columns in places]
     masks = torch.cat([model.masks(torch.stack(crops[i:i + batch_size]))
                        for i in range(0, len(crops), batch_size)])
     found = []
-    for x, _ in views:
+    for x in views:
         canvas, count = masks.new_zeros(masks.shape[1], *x.shape[1:]), masks.new_zeros(x.shape[1:])
         for mask, (where, rows, columns) in zip(masks, places):
             if where is x:
@@ -214,59 +213,30 @@ def view_logits(model, views, *, window, stride, batch_size=8):
     return found
 
 
-def to_image(logits, flipped, shape):
-    """Resize a view's logits (k, h, w) to the image's shape, (k, *shape); undo the view's flip."""
-    logits = resize(logits, shape)
-    return logits.flip(2) if flipped else logits
-
-
-def image_views(model, image, *, size, window, scales=(1.0,), flip=False):
-    """Make the views of an image (3, h, w), uint8 or float in [0, 1]: a list of (view, flipped).
-
-    size: pixels of the short side at scale 1. window: see `view`. flip: also return a mirrored view
-    per scale.
-    """
-    image = image.to(next(model.parameters()).device)
-    views = [(view(image, size, scale, window), False) for scale in scales]
-    return views + [(x.flip(2), True) for x, _ in views] * flip
-
-
-def predict_views(model, views, shape, **windows):
-    """Average the class probabilities of views: (K, *shape). windows: keywords of view_logits."""
-    probabilities = (to_image(logits, flipped, shape).softmax(0) for logits, (_, flipped) in
-                     zip(view_logits(model, views, **windows), views))
-    return sum(probabilities) / len(views)
-
-
-def predict(model, image, *, window, stride, batch_size=8, **how):
-    """Return the class probabilities (K, h, w) of an image (3, h, w), uint8 or float in [0, 1].
-
-    model: in eval mode. window, stride, batch_size: see view_logits. how: size, scales and flip of
-    image_views. In the multi-scale evaluation of rstrudel/segmenter, scales are 0.5, 0.75, 1, 1.25,
-    1.5, 1.75, and flip is True. The result takes 4 K h w bytes; `predict_classes` needs much less
-    memory for a large photo.
-    """
-    views = image_views(model, image, window=window, **how)
-    return predict_views(model, views, image.shape[1:], window=window, stride=stride,
-                         batch_size=batch_size)
-
-
 MAX_LOGITS = 2 ** 24                         # logits that predict_classes resizes at a time: 64 MB
 
 
 @torch.no_grad()
-def predict_classes(model, image, *, window, stride, batch_size=8, **how):
-    """Return the most probable class (h, w) int64 of each pixel: the argmax of `predict`.
+def predict_classes(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
+    """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
 
-    Computes a few classes at a time, so it never stores K maps of the image's size. Arguments: see
-    predict.
+    image: (3, h, w), uint8 or float in [0, 1]. size: pixels of the short side at scale 1. window,
+    stride: pixels. flip: also use a mirrored view per scale. The multi-scale evaluation of
+    rstrudel/segmenter has scales 0.5, 0.75, 1, 1.25, 1.5, 1.75 and flip.
+
+    The class has the largest softmax of the logits, averaged over the views. The function computes
+    a few classes at a time, because K maps of a large image need much memory.
     """
-    views, shape = image_views(model, image, window=window, **how), image.shape[1:]
-    maps = view_logits(model, views, window=window, stride=stride, batch_size=batch_size)
+    image, shape = image.to(next(model.parameters()).device), image.shape[1:]
+    views = [view(image, size, scale, window) for scale in scales]
+    views += [x.flip(2) for x in views] * flip
+    maps = view_logits(model, views, window, stride, batch_size)
     parts = torch.arange(len(maps[0])).split(max(1, MAX_LOGITS // shape.numel()))
 
     def logits(i, part):
-        return to_image(maps[i][part[0]:part[-1] + 1], views[i][1], shape)
+        """Resize logits of view i to the image: (len(part), h, w)."""
+        x = resize(maps[i][part[0]:part[-1] + 1], shape)
+        return x.flip(2) if i >= len(scales) else x
 
     # Several views are averaged as probabilities, exp(logits - norm); one view needs no norm.
     norms = [maps[0].new_full(shape, -math.inf) for _ in views if len(views) > 1]
@@ -289,8 +259,7 @@ def predict_classes(model, image, *, window, stride, batch_size=8, **how):
 def confusion(prediction, truth, num_classes):
     """Count pixels per true class (row) and predicted class (column): (K, K) int64.
 
-    prediction, truth: class indices of the same shape, any integer type. Pixels with truth 255 do
-    not count. For several images, add their matrices.
+    prediction, truth: class indices of the same shape. Pixels with truth 255 do not count.
     """
     keep = truth != IGNORE
     t, p = truth[keep].long(), prediction[keep].long()
@@ -302,8 +271,7 @@ def scores(confusion):
 
     Returns a dict with
         pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave NaN out
-        accuracy: one number per class, NaN for a class that is absent from the truth
-        iou: one number per class, NaN for a class that is absent from truth and predictions
+        accuracy, iou: one number per class, NaN for an absent class
         classes, classes_in_truth: how many classes mean_iou and mean_accuracy average
     """
     m = confusion.cpu().double()                          # mps has no float64
@@ -320,8 +288,7 @@ def scores(confusion):
 def predictions(model, source, index, *, change=None, amp=False, num_workers=0, **how):
     """Yield (image (3, H, W), label (H, W), prediction (H, W)), uint8, of source[i] for i in index.
 
-    With `change`, the yielded image is the changed image. The three tensors are on the model's
-    device. how: keywords of predict. For the other arguments see evaluate.
+    The tensors are on the model's device. how: keywords of predict_classes. Others: see evaluate.
     """
     device = next(model.parameters()).device
     loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
@@ -334,30 +301,25 @@ def predictions(model, source, index, *, change=None, amp=False, num_workers=0, 
         yield image, label.to(device), classes.byte()
 
 
-def evaluate(model, source, *, size, window, stride, scales=(1.0,), flip=False, change=None,
-             index=None, amp=False, num_workers=0, rank=0, world=1, progress=None):
+def evaluate(model, source, *, index=None, rank=0, world=1, progress=None, **how):
     """Evaluate a Segmenter on a data set. Returns (dict for a JSON file, confusion (K, K) int64).
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
-    0, and 255 is ignored. size: the short side at scale 1, in pixels. window, stride: in pixels.
-    scales, flip: see predict.
-    change: a function that corrupts or attacks an image before it is resized. change(images, [i])
-    takes image i of source as (1, 3, H, W) uint8 on the model's device, and returns the same shape
-    and type.
-    index: numbers i of the images to use (default: all). amp: compute in bf16. num_workers:
-    decoding processes. rank, world: each process evaluates its share of the images, and returns
-    the scores on all images. progress: text of the progress bar.
+    0, and 255 is ignored. index: numbers i of the images to use (default: all). rank, world: each
+    process evaluates its share of the images, and returns the scores on all images. progress: text
+    of the progress bar. how: size, window, stride, scales, flip of predict_classes, and
+        change: a function that corrupts an image before it is resized. change(images, [i]) takes
+            image i of source, (1, 3, H, W) uint8, and returns the same shape and type.
+        amp: compute in bf16. num_workers: decoding processes.
 
     The dict contains the result of `scores`, rounded to 4 decimals, with None instead of NaN, and
-    `images`, the number of images. The model keeps its train or eval mode. InputError if no pixel
-    has a label.
+    `images`, the number of images.
     """
     index = list(range(len(source))) if index is None else list(index)
     K, training = model.config.num_classes, model.training
     matrix = torch.zeros(K, K, dtype=torch.int64, device=next(model.parameters()).device)
     mine = index[rank::world]
-    triples = predictions(model.eval(), source, mine, size=size, window=window, stride=stride,
-                          scales=scales, flip=flip, change=change, amp=amp, num_workers=num_workers)
+    triples = predictions(model.eval(), source, mine, **how)
     for _, label, prediction in bar(triples, progress, total=len(mine), leave=False):
         matrix += confusion(prediction, label, K)
     model.train(training)

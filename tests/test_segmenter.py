@@ -11,8 +11,9 @@ import torch.nn.functional as F
 import segmenter
 from conftest import SHARED
 from vit import resize_pos_embed
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate, predict,
-                       predict_classes, predict_views, scores, view, window_corners)
+from data.masks import resize
+from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate,
+                       predict_classes, scores, view, view_logits, window_corners)
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -65,19 +66,19 @@ def test_every_kind_equals_upstream_with_gradients(golden, name):
 def test_windows_and_views_equal_upstream(golden):
     a, m = golden("seg_sliding"), reference_model(golden("seg_mask"))
     window, stride, shape = int(a["window"]), int(a["stride"]), a["ori_shape"].tolist()
-    views = []
+    probabilities = []
     for i in range(3):
         image = a[f"im_{i}"][0]
-        # this image has its final size
-        views.append((view(image, min(image.shape[1:]), 1, window), bool(a[f"flip_{i}"])))
-        h, w = views[-1][0].shape[1:]
-        assert [h, w] == a[f"resized_shape_{i}"].tolist()
+        x = view(image, min(image.shape[1:]), 1, window)        # the image has its final size
+        assert list(x.shape[1:]) == a[f"resized_shape_{i}"].tolist()
         anchors = [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
-        assert window_corners(h, w, window, stride) == anchors
-        close(predict_views(m, views[-1:], shape, window=window, stride=stride), a[f"prob_{i}"])
-    p = predict_views(m, views, shape, window=window, stride=stride, batch_size=3)
-    close(p, a["prob_mean"])
-    assert torch.equal(p.argmax(0), a["argmax"].long())
+        assert window_corners(*x.shape[1:], window, stride) == anchors
+        logits = resize(view_logits(m, [x], window, stride, 3)[0], shape)
+        probabilities.append((logits.flip(2) if a[f"flip_{i}"] else logits).softmax(0))
+        close(probabilities[-1], a[f"prob_{i}"])
+    mean = torch.stack(probabilities).mean(0)
+    close(mean, a["prob_mean"])
+    assert torch.equal(mean.argmax(0), a["argmax"].long())
 
 
 def test_positions_are_resized_as_upstream(golden):
@@ -183,11 +184,10 @@ def test_positions_follow_the_shape_of_the_grid():
 def test_under_autocast_logits_are_float32_and_near():
     m, x = small(attn="rpc"), torch.rand(2, 3, 40, 32)
     with torch.no_grad():
-        exact, p = m(x), predict(m, x[0], size=32, window=32, stride=16)
+        exact = m(x)
         with torch.autocast("cpu", torch.bfloat16):
-            rough, q = m(x), predict(m, x[0], size=32, window=32, stride=16)
-    assert rough.dtype == q.dtype == torch.float32
-    assert (rough - exact).abs().max() < 0.2 and (q - p).abs().max() < 0.05
+            rough, masks = m(x), view_logits(m, [x[0]], 32, 16, 8)[0]
+    assert rough.dtype == masks.dtype == torch.float32 and (rough - exact).abs().max() < 0.2
 
 
 # --- inference ------------------------------------------------------------------------------------
@@ -218,30 +218,20 @@ def one_window_at_a_time(model, image, size, window, stride, scales, flip):
     return torch.stack(views).mean(0)
 
 
+@pytest.mark.parametrize("chunk", [1, 2 * 50 * 70, 2 ** 24])     # 1, 2 or 4 classes at a time
 @pytest.mark.parametrize("hw,how", [
+    ((50, 70), dict(size=40, window=32, stride=24)),
     ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True)),
     # the long side limits the size
     ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True))])
-def test_predict_equals_one_window_at_a_time(hw, how):
+def test_classes_equal_one_window_at_a_time(chunk, hw, how, monkeypatch):
+    monkeypatch.setattr(segmenter, "MAX_LOGITS", chunk)
     m, image = small(), torch.randint(0, 256, (3, *hw), dtype=torch.uint8)
-    expected = one_window_at_a_time(m, image, **how)
-    for batch_size in (1, 100):
-        p = predict(m, image, **how, batch_size=batch_size)
-        assert p.shape == (4, *hw) and not p.requires_grad
-        close(p, expected, atol=2e-5)
-    close(predict(m, image.float() / 255, **how), expected, atol=2e-5)
-    close(p.sum(0), torch.ones(hw), atol=1e-5)
-
-
-@pytest.mark.parametrize("chunk", [1, 2 * 50 * 70, 2 ** 24])
-@pytest.mark.parametrize("how", [{}, dict(scales=(0.5, 1.0), flip=True)])
-def test_classes_equal_the_largest_probability(chunk, how, monkeypatch):
-    monkeypatch.setattr(segmenter, "MAX_LOGITS", chunk)     # one, two or all of 4 classes at a time
-    m, image = small(), torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
-    how = dict(size=40, window=32, stride=24, **how)
-    first, second = predict(m, image, **how).topk(2, dim=0).values
-    same = predict_classes(m, image, **how) == predict(m, image, **how).argmax(0)
-    assert same[first - second > 1e-6].all() and same.double().mean() > 0.99
+    expected = one_window_at_a_time(m, image, **{"scales": (1.0,), "flip": False, **how})
+    first, second = expected.topk(2, dim=0).values
+    for batch_size, x in ((1, image), (100, image / 255)):
+        same = predict_classes(m, x, **how, batch_size=batch_size) == expected.argmax(0)
+        assert same[first - second > 1e-5].all() and same.double().mean() > 0.99
 
 
 def test_classes_need_no_map_per_class(monkeypatch):
@@ -265,7 +255,7 @@ def test_evaluation_uses_index_and_change_and_keeps_mode():
     source = [(torch.randint(0, 256, (3, 32, 40), dtype=torch.uint8),
                torch.randint(0, 4, (32, 40), dtype=torch.uint8)) for _ in range(5)]
     m, how, seen = small(), dict(size=32, window=32, stride=32), []
-    expected = [confusion(predict(m, 255 - image, **how).argmax(0), label, 4)
+    expected = [confusion(predict_classes(m, 255 - image, **how), label, 4)
                 for image, label in source]
 
     def change(images, index):
@@ -290,4 +280,5 @@ def test_wrong_settings_and_windows_are_errors():
         small()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     for bad in (dict(window=30), dict(stride=0), dict(stride=33)):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            predict(small(), torch.rand(3, 40, 40), **dict(size=32, window=32, stride=16) | bad)
+            predict_classes(small(), torch.rand(3, 40, 40),
+                            **dict(size=32, window=32, stride=16) | bad)
