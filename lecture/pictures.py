@@ -2,7 +2,6 @@
 
     python -m lecture.pictures                    # all: 3 minutes on one CPU core
     python -m lecture.pictures ruler leak         # some
-    python -m lecture.pictures pap --image lecture/pictures/scene.png   # or your own picture
     python -m lecture.pictures --out_dir lecture/pictures     # replace the pictures of the text
 
 In a notebook: `from lecture import pictures`, then `pictures.draw_ruler()`. The networks come
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 from matplotlib.colors import to_rgb
 from PIL import Image
-from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
 import kpca
@@ -54,7 +52,6 @@ p = argparse.ArgumentParser(prog="python -m lecture.pictures", description=__doc
                             allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
 p.add_argument("pictures", nargs="*", choices=[*PICTURES, "all"], default="all")
-p.add_argument("--image", help="use this picture in gram, pap and idea (default: a test scene)")
 p.add_argument("--out_dir", default="out/walkthrough")
 ARGS = p.parse_args(None if __name__ == "__main__" else [])
 
@@ -72,12 +69,8 @@ def scenes(n):
 
 
 def one_image():
-    """Return the image (1, 3, 32, 32) of gram, pap and idea: a test scene or --image, cropped."""
-    if not ARGS.image:
-        return scenes(36)[0][-1:]
-    photo = torch.from_numpy(np.array(Image.open(ARGS.image).convert("RGB")))
-    photo = photo.permute(2, 0, 1)[None] / 255
-    return resize(center_crop(photo, min(photo.shape[2:])), [32, 32], antialias=True)
+    """Return the image (1, 3, 32, 32) of idea, vit, gram and pap: test scene 35."""
+    return scenes(36)[0][-1:]
 
 
 def weights(K2):
