@@ -117,8 +117,7 @@ def get_args():
     flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
     flag("--device", help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="train a compiled model with CUDA graphs (default: on "
-         "for CUDA)")
+    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, default=1, help="evaluate every EVAL_EVERY epochs")
     flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")

@@ -74,9 +74,8 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
          "other flags (default: folder, your own text, if --data_dir is given, else pydoc)")
-    flag("--data_dir", help="read this text file, or this folder, which contains "
-         "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all "
-         "layouts")
+    flag("--data_dir", help="read this text file, or wiki.train.tokens, wiki.valid.tokens and "
+         "wiki.test.tokens of this folder; docs/data.md shows all layouts")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
@@ -110,8 +109,7 @@ def get_args():
     flag = p.add_argument_group("evaluation").add_argument
     flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
          "run, instead of training: perplexity of the clean text, and after the word swap")
-    flag("--window", type=int, help="evaluate in windows of this many tokens (default: the "
-         "context)")
+    flag("--window", type=int, help="evaluate in windows of this many tokens (default: --context)")
     flag("--stride", type=int, help="move the window by this many tokens (default: a quarter of "
          "--window; the paper uses 1, which takes longest)")
     flag("--limit", type=int, help="evaluate on this many tokens (default: all)")
@@ -126,12 +124,10 @@ def get_args():
     flag("--seed", type=int, default=0, help="draw weights, windows and samples from this seed")
     flag("--device", help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="train a compiled model with CUDA graphs (default: on "
-         "for CUDA)")
+    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, help="evaluate and save every EVAL_EVERY steps")
     flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
-    flag("--out_dir", help="write into this folder (default: out/<data>_<attn>, or "
-         "out/text_<attn> for folder)")
+    flag("--out_dir", help="write into this folder (default: out/<data or text>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
@@ -239,15 +235,12 @@ def evaluate_only(args, rank, world, device):
 
 
 def prompt_ids(prompt, vocab):
-    """Return the ids of <eos> and of the prompt's words, (1, n) int64.
-
-    InputError if a word is not in the vocabulary.
-    """
+    """Return the ids of <eos> and of the prompt's words, (1, n) int64."""
     words = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
     unknown = [word for word in words if word not in vocab]
     if unknown:
-        raise InputError(f"--prompt contains words that are not in the vocabulary of {len(vocab)} "
-                         f"words: {', '.join(unknown)}; use words of the training text, or <unk>")
+        raise InputError(f"--prompt contains words that are not in the vocabulary: "
+                         f"{', '.join(unknown)}")
     return torch.tensor([[vocab[word] for word in words]])
 
 

@@ -82,20 +82,18 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
          "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
-    flag("--data_dir", help="read images from this folder, which contains images/*.jpg and, with "
-         "the same names, annotations/*.png, whose pixel values are classes; docs/data.md shows "
-         "all layouts")
+    flag("--data_dir", help="read images/*.jpg and, with the same names, annotations/*.png, whose "
+         "pixel values are classes, from this folder; docs/data.md shows all layouts")
     flag("--num_classes", type=int, help="expect this many classes (not for folder)")
     flag("--num_images", type=int, default=16000, help="render this many training images")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
          help="decode images with this many processes per GPU")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="start from the encoder of this checkpoint; "
-         "it determines the next seven flags (default: weights/shapes_<attn>.pt if --data is "
-         "shapes, else none)")
+    flag("--backbone", help="start from the encoder of this checkpoint, which determines the next "
+         "seven flags (default: weights/shapes_<attn>.pt for --data shapes, else none)")
     flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
-    flag("--patch_size", type=int, help="cut images into patches with this side, in pixels")
+    flag("--patch_size", type=int, help="side of a patch in pixels")
     # A layer pattern has one attention in --rpc_layers and another one in all other layers.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
@@ -132,23 +130,20 @@ def get_args():
          "run, instead of training: on clean and on corrupted images")
     flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="corrupt images at "
          "these severities; without a number only clean images (default: 1 2 3 4 5)")
-    flag("--scales", type=float, nargs="+", default=[1.0], help="resize images by these factors, "
-         "and average the probabilities over all sizes (default: 1)")
+    flag("--scales", type=float, nargs="+", default=[1.0], help="average the probabilities of "
+         "images that are resized by these factors (default: 1)")
     flag("--flip", action=boolean, default=False, help="average also over mirrored images")
-    flag("--limit", type=int, help="evaluate on this many images (default: 320 corrupted scenes, "
-         "else all)")
+    flag("--limit", type=int, help="number of test images (default: 320 corrupted scenes, or all)")
     flag("--frost_dir", help="make frost from ImageNet-C's photographs in this folder")
 
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
     flag("--device", help="run on cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="train a compiled model with CUDA graphs (default: on "
-         "for CUDA)")
+    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, default=2, help="evaluate every EVAL_EVERY epochs")
     flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
-    flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn>, or "
-         "out/seg_<data>_backbone if --backbone is given)")
+    flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn or backbone>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
