@@ -11,9 +11,8 @@ A FAN differs from a ViT in four parts. A stack of convolutions, the stem, embed
 Positions are sines and cosines. The MLP of each block is a `ChannelGate`. The class token joins
 after the blocks, so the blocks have N patch tokens.
 
-The stem has one convolution per factor 2 of patch_size. For small images, patch_size=4 keeps the
-last two convolutions (3-96-192 channels in fan_tiny), so 32 px give 8 x 8 tokens. The stem for
-patches of 4 in NVlabs/FAN (models/fan.py:232) has fewer channels, 3-48-192.
+The stem has one convolution per factor 2 of patch_size. For patches of 4, NVlabs/FAN has fewer
+channels (3-48-192; models/fan.py:232) than the last two convolutions of fan_tiny here (3-96-192).
 """
 
 import math
@@ -26,7 +25,6 @@ import torch.distributed.nn
 from torch import nn
 
 from attention import SelfAttention, check_choice, layer_attention, softmax_attention
-from common import InputError
 from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
 FAN_SIZES = {                                                  # parameters at 224 px
@@ -48,8 +46,7 @@ class FANConfig(ViTConfig):
         plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
         self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
         check_choice("class_attn", self.class_attn, ("softmax", "symmetric"))
-        if self.patch_size not in (2, 4, 8, 16):
-            raise InputError(f"patch_size={self.patch_size}, expected 2, 4, 8 or 16 for a FAN")
+        check_choice("patch_size", self.patch_size, (2, 4, 8, 16))
 
     @property
     def num_tokens(self):             # N in the blocks: one token per patch

@@ -64,9 +64,6 @@ class LMConfig:
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")
-        if not all(low < high for low, high in pairwise((0, *self.cutoffs, self.vocab_size))):
-            raise InputError(f"cutoffs={self.cutoffs}, expected increasing ids from 1 to "
-                             f"{self.vocab_size - 1}")
 
     @property
     def reads_the_future(self):       # mean|k| runs over all tokens, also later ones
@@ -200,10 +197,9 @@ def lm_from_checkpoint(checkpoint):
 def reads_the_future(model):
     """Return whether the hidden state of a word depends on later words.
 
-    Runs the model on two texts that agree in the first half and differ in every later word. If the
-    model does not read the future, the hidden states of the first half are equal up to rounding.
-    This test finds every attention without a causal mask. It finds mu_over="all" only if S is not
-    zero, which can need some training.
+    Runs the model on two texts that agree in the first half and differ in every later word. This
+    finds every attention without a causal mask. It finds mu_over="all" only if S is not zero, which
+    can need some training.
     """
     c, training = model.config, model.training
     half, words = c.context // 2, torch.Generator().manual_seed(0)
@@ -224,8 +220,7 @@ class AdaptiveSoftmax(nn.Module):
     The head has one logit per word below the first cutoff and one logit per cluster. The log p of a
     rare word is the log p of its cluster plus the log p of the word within the cluster. So most
     tokens cost a softmax over 20,000 words instead of 267,735. Cluster i (from 1) has the i-th
-    logit from the end of the head, as in lmtool. The methods take the weight (V, C), which is the
-    embedding, and the bias (V,) of all words.
+    logit from the end of the head, as in lmtool. weight (V, C): the embedding. bias: (V,).
     """
 
     def __init__(self, cutoffs, dim):
@@ -235,10 +230,7 @@ class AdaptiveSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(len(cutoffs)))
 
     def layers(self, weight, bias):
-        """Return [(weight, bias), ...] of the head and of each cluster.
-
-        The head has a row per word below the first cutoff, then a row per cluster.
-        """
+        """Return [(weight, bias), ...] of the head and of each cluster."""
         sizes = [high - low for low, high in pairwise((0, *self.cutoffs, len(weight)))]
         (W, *weights), (b, *biases) = weight.split(sizes), bias.split(sizes)
         W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
