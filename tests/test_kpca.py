@@ -6,7 +6,6 @@ import torch
 import kpca
 from kpca import (a_hat, attend, eigen_cosine, exact_scaling, kernel_pca, kernel_projections, log_g,
                   log_kernel, log_phi2, pcp, projection_loss, ritz, theoretical_values)
-from runs import refused
 
 
 def cases(z):
@@ -35,10 +34,6 @@ def draw(seed, N=24, D=8, M=None, size=1.0):
 def test_worked_example_agrees_with_the_numbers_by_hand():
     for what, by_hand, computed in kpca.hand_example():
         assert (kpca.by_hand(by_hand) - computed).abs().max() < 1e-12, what
-
-
-def test_an_unknown_argument_is_an_error():
-    assert "unrecognized arguments: --typo" in refused(kpca, "--typo")
 
 
 @pytest.mark.parametrize("case", ["explicit0", "explicit1"])
