@@ -299,8 +299,8 @@ def visit(page, tmp_path_factory):
           while (["", different].includes($("plain").textContent)) await wait(20);
           return $("plain").textContent;
         };
-        const asked = [$("guess").hidden, $("plain").textContent, $("map").checkVisibility(
-          {visibilityProperty: true})];
+        const asked = [$("guess").hidden, $("plain").textContent,
+                       $("map").checkVisibility({visibilityProperty: true})];
         document.querySelector("#guess button[value='smaller']").click();
         const first = await text(""), box = $("picture").getBoundingClientRect();
         const at = {clientX: box.left + 0.9 * box.width, clientY: box.top + 0.9 * box.height};

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(ROOT.glob("studies/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
           "--master_addr", "--include")               # flags of other programs
-CODE = {path: path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests"}
+CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests")
 
 
 # --- the commands of README.md --------------------------------------------------------------------
@@ -122,41 +122,20 @@ def test_snippets_run_as_printed(tmp_path, monkeypatch):
 
 # --- names on all pages ---------------------------------------------------------------------------
 
-def source_of(script):
-    """Return the text of a script and of the modules in this repository that it imports."""
-    found, todo = {}, [ROOT / script]
-    while todo:
-        path = todo.pop()
-        if path in CODE and path not in found:
-            found[path] = CODE[path]
-            imports = r"^ *(?:from ([\w.]+) )?import ([\w., (]+)"
-            for package, names in re.findall(imports, CODE[path], re.M):
-                modules = re.findall(r"[\w.]+", names)
-                if package:
-                    modules = [package, *(f"{package}.{name}" for name in modules)]
-                todo += [ROOT / f"{name.replace('.', '/')}.py" for name in modules]
-    assert found, script
-    return "".join(found.values())
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_scripts_and_flags_on_pages_exist(page):
-    text = page.read_text().replace("\\\n", " ")
+    """Every script is a file, and every flag is a flag of some script."""
+    text = page.read_text()
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text, re.S))
-    shown = re.sub(r"-m ((?:studies|lecture)\.[\w.]+)",
-                   lambda m: m[1].replace(".", "/") + ".py", shown)
-    for package in ("lecture/exercises", "studies/reproduce"):
-        shown = shown.replace(f"{package}.py", f"{package}/__main__.py")
-    for line in shown.splitlines():
-        for command in re.split(r"[|&#]", line):
-            script = re.search(r"(?<!\S)[\w/]+\.py(?=\s|$)", command)
-            ours = script and "python" in command and "pytest" not in command
-            source = source_of(script[0]) if ours else "".join(CODE.values())
-            for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", command):
-                name = flag.removeprefix("--").removeprefix("no-")
-                made = '"--imagenet_' if name.startswith("imagenet_") else f'"--{name}"'
-                assert made in source or f'"{name}"' in source or flag in OTHERS or (
-                    f'f{made}' in source), line
+    for module in re.findall(r"-m ((?:studies|lecture|robust)\.[\w.]+)", shown):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for script in re.findall(r"python ([\w/]+\.py)(?=\s|$)", shown):
+        assert (ROOT / script).exists(), script
+    for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", shown):
+        name = flag.removeprefix("--").removeprefix("no-")
+        made = (f'"{flag}"', f'"--{name}"', f'"{name}"', 'f"--imagenet_' * ("imagenet_" in flag))
+        assert flag in OTHERS or any(part and part in CODE for part in made), flag
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -248,7 +248,7 @@ function drawTruth() {                                // stored accuracies at th
     const [mean, low, high] = data.truth[name][state.eps], clip = x => Math.min(Math.max(x, 0), 100);
     $("duel").children[i].querySelector(".stored").innerHTML = `<span class="track"><i style="width:${mean}%"></i>
       <s style="left:${clip(low)}%;width:${clip(high) - clip(low)}%"></s></span>
-      <span>${mean.toFixed(1)} % (${clip(low).toFixed(1)} to ${clip(high).toFixed(1)})</span>`;
+      <span>PGD: ${mean.toFixed(1)} % (${clip(low).toFixed(1)} to ${clip(high).toFixed(1)})</span>`;
   });
 }
 
