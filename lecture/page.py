@@ -2,7 +2,7 @@
 
     python -m lecture.page                   # out/walkthrough/index.html: text and live networks
     python -m lecture.page --slides          # out/walkthrough/slides.html: one picture per slide
-    python -m lecture.page --live            # out/walkthrough/live.html: the live part alone, to embed
+    python -m lecture.page --live            # out/walkthrough/live.html: the live part, to embed
     python -m lecture.page --notebook        # out/walkthrough/walkthrough.ipynb, executed
 
 All need markdown-it-py, latex2mathml and pygments; the notebook also needs nbformat,
@@ -39,11 +39,22 @@ BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/25
 SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
           "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
-FIRST_CELL = """\
+FIRST_CELLS = ["""\
 # In the repository's folder: pip install -r requirements.txt matplotlib
 # Elsewhere, in Colab, first clone the repository and go to its folder:
 # !git clone <its address> rpc && pip install -q -r rpc/requirements.txt matplotlib
-# %cd rpc"""
+# %cd rpc""", """\
+import torch
+from attention import layer_inputs, rpc_attention, symmetric_attention
+from lecture import pictures
+
+
+# RPC-Attention, a copy from attention.py: change its lines here
+NAIVE_RPC""", """\
+# The keys and values of layer 0 for eight scenes: is the result equal to rpc_attention?
+attn, x = layer_inputs(pictures.network("rpc"), pictures.scenes(8)[0])[0]
+_, k, v = attn.project(x)
+(naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
 
 
 def sections():
@@ -53,30 +64,15 @@ def sections():
 
 # --- the notebook ---------------------------------------------------------------------------------
 
-def first_cells():
-    """Return the code of the first cells: install, naive_rpc to change, and a comparison."""
-    source = (ROOT / "attention.py").read_text()
-    naive = re.search(r"^def naive_rpc.*?\n    return L.*?\n", source, re.M | re.S)[0]
-    return [FIRST_CELL, f"""import torch
-from attention import layer_inputs, rpc_attention, symmetric_attention
-from lecture import pictures
-
-
-# RPC-Attention, a copy from attention.py: change its lines here
-{naive.strip()}""", """# The keys and values of layer 0 for eight scenes: is the result equal to rpc_attention?
-attn, x = layer_inputs(pictures.network("rpc"), pictures.scenes(8)[0])[0]
-_, k, v = attn.project(x)
-(naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
-
-
 def notebook_cells():
     """Yield ("markdown" or "code", text) per cell; the call that draws a picture stands for it."""
+    naive = re.search(r"^def naive_rpc.*?\n    return L[^\n]*", (ROOT / "attention.py").read_text(),
+                      re.M | re.S)[0]
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         yield "markdown", before
-        if i == 0:
-            for code in first_cells():
-                yield "code", code
+        for code in FIRST_CELLS if i == 0 else ():
+            yield "code", code.replace("NAIVE_RPC", naive)
         for _, name, after in zip(*[iter(rest)] * 3):
             yield "code", f"pictures.draw_{name}()"
             yield "markdown", after

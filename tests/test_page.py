@@ -312,7 +312,8 @@ def visit(page, tmp_path_factory):
         let clock = performance.now();
         performance.now = () => clock += 5;                 // virtual time stands while scripts run
         location.hash = "#try&eps=12";                      // a link that somebody prepared
-        while (!document.documentElement.dataset.live.endsWith("&eps=12&guess=none")) await wait(20);
+        const found = document.documentElement.dataset;
+        while (!found.live.endsWith("&eps=12&guess=none")) await wait(20);
         new MutationObserver(() => /Query [2-9]/.test($("verdict").textContent)
                              && $("stop").click())
           .observe($("verdict"), {subtree: true, childList: true});
