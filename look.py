@@ -105,9 +105,8 @@ def draw_sheet(rows, notes, hit):
 def class_attention(attn, x, steps):
     """Return the attention of the class token to each patch, mean over heads: (N - 1,).
 
-    attn: a SelfAttention. x: the input of attn, (1, N, C). steps: the result of attn.trace(x). With
-    PAP, this is the attention of the last step. Otherwise it is the softmax of queries and keys,
-    even if attn computes something else.
+    x: the input of attn, (1, N, C). steps: attn.trace(x). With PAP, this is the attention of the
+    last step, otherwise the softmax of queries and keys, even if attn computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
@@ -126,7 +125,7 @@ def likeliest(model, images, classes, n):
 def look_at_classifier(model, classes, image, noise, crop=1.0):
     """Print the likeliest classes and the size of S; return a picture of attention and S.
 
-    image: (3, h, w) uint8. noise: the number of patches to replace by noise.
+    image: (3, h, w) uint8. noise: the number of patches that become noise.
     """
     size, patch = model.config.image_size, model.config.patch_size
     clean = central_square(image, size, crop)[None] / 255                      # (1, 3, S, S)
@@ -158,9 +157,9 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
             table.append([i, n, f"{filled:.0f} %", *(f"{mean:.2f}" for mean in means)])
         if noise:                                                       # of the last step
             on, off = means
-            verdicts.append(f"S is {'larger' if on > off else 'smaller'} on the noise than "
-                            f"elsewhere: {on:.2f} against {off:.2f} in layer {i}, step {n}; 1 is "
-                            f"the mean over all patches.")
+            word = "larger" if on > off else "smaller" if on < off else "not larger"
+            verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
+                            f"in layer {i}, step {n}; 1 is the mean over all patches.")
 
     notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
              "patches."]
@@ -177,10 +176,7 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
 # --- a Segmenter and one image --------------------------------------------------------------------
 
 def look_at_segmenter(model, classes, image):
-    """Print the share of each class in the image; return the image next to its classes.
-
-    image: (3, h, w) uint8.
-    """
+    """Print the share of each class in the image (3, h, w) uint8; return a picture of them."""
     size, colours = model.config.image_size, palette(len(classes))
     found = predict_classes(model, image, size=size, window=size, stride=size)      # (h, w)
     area = torch.bincount(found.flatten(), minlength=len(classes)) / found.numel()
@@ -206,10 +202,7 @@ def look_at_segmenter(model, classes, image):
 # --- a classifier and a folder --------------------------------------------------------------------
 
 def classify_folder(model, classes, folder, crop=1.0):
-    """Classify each image in a folder and its subfolders: [(file, class, probability)].
-
-    The names of files that cannot be read are printed.
-    """
+    """Classify each image in a folder and its subfolders: [(file, class, probability)]."""
     rows = []
     for path in walk_images(folder):
         try:
