@@ -106,7 +106,7 @@ def get_args(words=None):
     flag("--measures", nargs="+", help=f"measure these: clean, corruptions or single types of "
          f"corruption, {', '.join(ATTACKS)}, {', '.join(FOLDERS)} (default: clean, corruptions, "
          f"noise, fgsm, pgd, adaptive_pgd, apgd, and the folders that are given)")
-    flag("--eps", nargs="+", type=fraction, help="attack with these budgets, for example 8/255 or "
+    flag("--eps", nargs="+", type=Fraction, help="attack with these budgets, for example 8/255 or "
          "0.031 (default: 1/255 2/255 4/255 8/255)")
     flag("--steps", type=int, help="let attacks take this many steps (default: see ATTACKS)")
     flag("--limit", type=int, help="use this many images per measure, the same images for every "
@@ -148,11 +148,6 @@ def get_args(words=None):
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     return args
-
-
-def fraction(text):
-    """Read "8/255" or "0.031" as a float; a type for argparse."""
-    return float(Fraction(text))
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -614,7 +609,7 @@ def plan(args, data, size):
             if args.steps and "steps" in ATTACKS[name].keywords:
                 changed["steps"] = args.steps
             attack = partial(ATTACKS[name], **changed)
-            budgets = args.eps or (PAPER_EPS if args.preset == "paper" else EPS)
+            budgets = map(float, args.eps or (PAPER_EPS if args.preset == "paper" else EPS))
             for eps in [attack.keywords["eps"]] if "eps" in attack.keywords else budgets:
                 run = partial(attack, eps=eps)
                 settings = {k: getattr(v, "__name__", v) for k, v in run.keywords.items()}
