@@ -225,7 +225,7 @@ def check_unchanged(checkpoint, now):
     for name, value in now.items():
         if was.get(name) != value:
             raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
-                             f"{value!r:.60}")
+                             f"{value!r:.60}; resume with the same data and settings")
 
 
 def load_optimizer(optimizer, state):

@@ -419,7 +419,7 @@ def main():
     common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
                   f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
     if best:
-        common.print0(f"best.pt, with the lowest validation loss: {best}")
+        common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -414,9 +414,10 @@ def main():
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
     common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                  f"(segment-wise), {(time.perf_counter() - began) / 60:.1f} minutes",
-                  f"best.pt, with the lowest valid perplexity: {best}",
-                  f"next: python train_lm.py --eval_only {out_dir}")
+                  f"(segment-wise), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if best:                                                        # in the first process
+        common.print0(f"best.pt: step {best['step']}, lowest perplexity {best['perplexity']:.2f}")
+    common.print0(f"next: python train_lm.py --eval_only {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -455,7 +455,7 @@ def main():
     common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                   f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
     if best:
-        common.print0(f"best.pt, with the highest validation mean IoU: {best}")
+        common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
     common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}",
                   f"next: python train_seg.py --eval_only {out_dir}")
     if dist.is_initialized():
