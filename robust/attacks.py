@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from attention import soft_threshold
 from common import InputError
-from data.rng import NOISE, SIGNS, START, normal, uniform
+from data.rng import NOISE, SIGNS, START, uniform
 from robust import check_mode, forward
 
 # --- shared by all attacks -----------------------------------------------------------------------

@@ -130,7 +130,8 @@ def test_table_has_every_row_once(first_run):
     assert len(rows) == 2 * 19 and all(row["commit"] and row["torch"] for row in rows)
     mean = np.mean([row["top1"] for row in rows[::2] if row["name"] == "corruptions"])
     assert re.search(rf"\| corruptions type=mean severities=4, top1 +\| 7 +\| {mean:.2f} ", printed)
-    for name in ("clean", "noise eps=0.068", "pgd steps=5 eps=2/255", "worst eps=2/255 of=pgd,apgd"):
+    for name in ("clean", "noise eps=0.068", "pgd steps=5 eps=2/255",
+                 "worst eps=2/255 of=pgd,apgd"):
         assert len(re.findall(rf"^\| {name}, top1 +\|", printed, re.M)) == 1, name
 
 
