@@ -2,7 +2,7 @@
 
 The recorded reference arrays contain photographs, so a clone of the repository does not have them.
 `make(name)` then computes arrays with the same names and sizes from rendered scenes. It uses the
-packages of requirements-dev.txt (imagecorruptions, OpenCV, timm), and writes attention and the
+packages of tests/requirements.txt (imagecorruptions, OpenCV, timm), and writes attention and the
 Segmenter out a second time. A test compares our code with these arrays.
 """
 

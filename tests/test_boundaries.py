@@ -2,7 +2,7 @@
 
 import ast
 
-from conftest import ROOT
+from fixtures import ROOT
 
 OURS = {path.stem for path in ROOT.glob("*.py")} | {"robust", "data", "studies", "lecture"}
 

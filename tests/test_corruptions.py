@@ -15,7 +15,7 @@ import torch
 
 from robust import corruptions
 import peers
-from conftest import SHARED
+from fixtures import SHARED
 from robust.corruptions import CONSTANTS, NAMES, corrupt
 from peers import DETERMINISTIC, scenes
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from common import InputError
-from conftest import SHARED
+from fixtures import SHARED
 from data import images as data
 from data.datasets import CIFAR10_CLASSES, load_cifar10, load_data
 from data.images import ImageTree, central_square, fingerprint, image_batches, read_image

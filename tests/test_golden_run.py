@@ -4,7 +4,7 @@ import re
 
 import eval_robust
 import train_cls
-from conftest import ROOT
+from fixtures import ROOT
 from runs import call
 
 # Recorded with PyTorch 2.14 on one thread. Other processors round differently, so a few predictions

@@ -28,7 +28,7 @@ import train_cls
 import train_lm
 import train_seg
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, SelfAttention, rpc_attention
-from conftest import ROOT
+from fixtures import ROOT
 from data.augment import DISTORT_COLUMNS, augment_uint8, distort
 from data.rng import uniform
 from data.shapes import load_shapes
@@ -66,7 +66,7 @@ def device():
 
 @pytest.fixture
 def note(record_property):
-    """Return note(part, found), which adds a row to the table that conftest.py prints."""
+    """Return note(part, found), which adds a row to the table that fixtures.py prints."""
     began = time.time()
 
     def write(part, found):

@@ -11,7 +11,7 @@ import common
 import lm
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
-from conftest import ROOT
+from fixtures import ROOT
 from lm import LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
 from studies import leak
 from upstream import LMTOOL, lmtool_model

@@ -10,7 +10,7 @@ from PIL import Image
 
 import common
 import look
-from conftest import ROOT
+from fixtures import ROOT
 from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_photos
 from data.shapes import SHAPES, load_shapes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention import rpc_attention, softmax_attention
-from conftest import ROOT
+from fixtures import ROOT
 from processes import run_command
 from robust.adaptive import pap_steps
 

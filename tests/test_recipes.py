@@ -8,7 +8,7 @@ import pytest
 import train_cls
 import train_lm
 import train_seg
-from conftest import ROOT
+from fixtures import ROOT
 from runs import call
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -10,7 +10,7 @@ import torch
 from torchvision.io import write_png
 
 import eval_robust
-from conftest import ROOT
+from fixtures import ROOT
 from data.shapes import load_shapes
 from golden_net import trained_network
 from robust import checks

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import segmenter
-from conftest import SHARED
+from fixtures import SHARED
 from vit import resize_pos_embed
 from data.masks import resize
 from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate,

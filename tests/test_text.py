@@ -18,7 +18,7 @@ from data import text as data_text
 import peers
 from robust.words import word_swap
 from common import InputError
-from conftest import SHARED
+from fixtures import SHARED
 from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
                        read_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig

@@ -12,7 +12,7 @@ import torch
 
 import common
 import train_seg
-from conftest import ROOT
+from fixtures import ROOT
 from data.masks import Scenes, SegTree, TrainingViews
 from data.rng import epoch_order
 from runs import call, flags, log, make_pairs, refused

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from conftest import ROOT
+from fixtures import ROOT
 from processes import run_command
 
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from conftest import ROOT
+from fixtures import ROOT
 from processes import Started, run_in
 
 

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from conftest import ROOT
+from fixtures import ROOT
 
 PAGES = "\n".join(path.read_text().replace("\\\n", " ")
                   for path in (ROOT / "docs/dispute.md", *sorted(ROOT.glob("studies/**/*.md"))))

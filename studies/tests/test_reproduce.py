@@ -11,7 +11,7 @@ import eval_robust
 import train_cls
 import train_lm
 import train_seg
-from conftest import ROOT
+from fixtures import ROOT
 from studies import cost
 from studies.reproduce import __main__ as reproduce
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 import common  # noqa: E402: this import needs the path
 import peers  # noqa: E402
