@@ -2,8 +2,8 @@
 
 The recorded reference arrays contain photographs, so a clone of the repository does not have them.
 `make(name)` then computes arrays with the same names and sizes from rendered scenes. It uses the
-packages of tests/requirements.txt (imagecorruptions, OpenCV, timm), and writes attention and the
-Segmenter out a second time. A test compares our code with these arrays.
+packages of tests/requirements.txt (imagecorruptions, OpenCV, timm), or formulas written out here a
+second time (kernel PCA, attention, FAN, Segmenter). A test compares our code with these arrays.
 """
 
 import inspect
@@ -211,6 +211,75 @@ def wikitext(path, tokens, swapped):
     return lines, tokens, swapped
 
 
+# --- kpca.py: the same definitions in numpy, with plain exponentials ------------------------------
+
+def softmax(x):
+    e = np.exp(x)
+    return e / e.sum(-1, keepdims=True)
+
+
+def norms(q, k, v):
+    """Return |phi(q)|^2 / g(q)^2 and |h|^2 of every query, (..., M) each."""
+    s = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    phi2 = np.exp((q * q).sum(-1) / q.shape[-1] ** 0.5) / np.exp(s).sum(-1) ** 2
+    return phi2, ((softmax(s) @ v) ** 2).sum(-1)
+
+
+def standardised(x):
+    return (x - x.mean(-1, keepdims=True)) / x.std(-1, ddof=1, keepdims=True)
+
+
+def eigenvalues(k):
+    """Return statistics of the first D eigenvalues of the centred Gram matrix, and 1 / min g.
+
+    The statistics are maximum, minimum, mean and lower median, averaged over images and heads. Each
+    head has one value of 1 / min g.
+    """
+    D = k.shape[-1]
+    K = np.exp(k @ k.swapaxes(-1, -2) / D ** 0.5)
+    g = K.sum(-1)
+    K = K / g[..., None] / g[..., None, :]
+    K = K - K.mean(-1, keepdims=True)
+    K = K - K.mean(-2, keepdims=True)
+    mu = np.linalg.svd(K, compute_uv=False)[..., :D].mean((0, 1))
+    return np.array([mu[0], mu[-1], mu.mean(), np.sort(mu)[(D - 1) // 2]]), (1 / g.min(-1)).ravel()
+
+
+def released_loss(q, k, h2):
+    """Return the loss that the released code logs, with |h|^2 and without it.
+
+    The released code does not scale |q|^2 and q.k_1.
+    """
+    qk = q @ k.swapaxes(-1, -2)
+    first = softmax(qk / q.shape[-1] ** 0.5)[..., 0]
+    phi2 = np.exp((q * q).sum(-1)) / np.exp(2 * qk[..., 0] - np.log(first ** 2))
+    return np.log((phi2 - h2).mean()), np.log(phi2.mean())
+
+
+def kpca_vit():
+    """Return random q, k, v with the released loss J, and random keys with their eigenvalues."""
+    rng = np.random.default_rng(0)
+    z = {f"jproj_variants__{n}": rng.normal(size=(3, 65, 64)) for n in "qkv"}
+    raw_q, raw_k, v = z.values()
+    q, k = standardised(raw_q), standardised(raw_k)
+    losses = released_loss(q, k, norms(q, k, v)[1])
+    for name, value in zip(("official", "official_without_h"), losses):
+        z[f"jproj_variants__{name}"] = np.array(value)
+    keys = z["eigstats__k"] = rng.normal(size=(3, 3, 65, 32))
+    z["eigstats__stats"], z["eigstats__bound"] = eigenvalues(keys)
+    z["eigstats__stats_standardised"] = eigenvalues(standardised(keys))[0]
+    return {k: torch.from_numpy(v) for k, v in z.items()}
+
+
+def kpca_curve():
+    """Return random q, k, v of three training steps, with the mean of each term of J per step."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 3, 65, 32))
+    phi2, h2 = norms(q, k, v)
+    z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)),
+             jproj_signed=(phi2 - h2).mean((1, 2)))
+    return {f"curve__{name}": torch.from_numpy(np.array(value)) for name, value in z.items()}
+
+
 # --- timm's models with the attentions of the paper -----------------------------------------------
 
 class Attention(torch.nn.Module):
@@ -401,14 +470,165 @@ def seg_sliding(window=64, stride=48, shape=(100, 140)):
     return out | dict(argmax=out["prob_mean"].argmax(0))
 
 
+# --- FAN as one function of the state dict w of the original code ---------------------------------
+
+def linear(w, name, x):
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def layer_norm(w, name, x, eps=1e-6):
+    z = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    return z * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def batch_norm(w, name, x):
+    mean, var, scale, shift = (w[f"{name}.{part}"][:, None, None]
+                               for part in ("running_mean", "running_var", "weight", "bias"))
+    return (x - mean) / (var + 1e-5).sqrt() * scale + shift
+
+
+def apart(x, heads):                                # (B, N, C) -> (B, H, N, D)
+    return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def attend(q, k, v, heads):
+    q, k, v = (apart(x, heads) for x in (q, k, v))
+    A = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return (A @ v).transpose(1, 2).reshape(len(v), -1, heads * v.shape[-1])
+
+
+def token_attention(w, name, z, heads, how):
+    """Compute FAN's attention over tokens. how: (n, lambda) of Algorithm 1, or () for no RPC."""
+    C = z.shape[-1]
+    if f"{name}.q.weight" not in w:                                     # symmetric or RPC attention
+        parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"]
+                 for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
+                 for end in ("weight", "bias")}
+        return torch.func.functional_call(Attention(C, heads, *how), parts, z)
+    kv = linear(w, f"{name}.kv", z)
+    out = attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads)
+    return linear(w, f"{name}.proj", out)
+
+
+def channel_attention(w, name, z, heads):
+    B, N, C = z.shape
+    gates = []
+    for h, part in enumerate(z.split(C // heads, 2)):                   # head by head
+        q = linear(w, f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
+        gate = torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1))
+        gates.append(gate * w[f"{name}.temperature"][h, 0])
+    u = linear(w, f"{name}.mlp_v.fc1", z)
+    grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
+    for conv in ("conv1", "conv2"):
+        grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1,
+                        groups=u.shape[-1])
+        grid = batch_norm(w, f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
+    u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
+    u = layer_norm(w, f"{name}.norm_v", linear(w, f"{name}.mlp_v.fc2", u), 1e-5)
+    return u * torch.cat(gates, 1)[:, None]
+
+
+def class_block(w, b, x, heads):
+    """Compute a class-attention block. Only the class token attends; patch tokens are doubled."""
+    z = layer_norm(w, f"{b}.norm1", x)
+    query = "q" if f"{b}.attn.q.weight" in w else "k"       # symmetric: the class token's key
+    parts = ((query, z[:, :1]), ("k", z), ("v", z))
+    looked = attend(*(linear(w, f"{b}.attn.{name}", part) for name, part in parts), heads)
+    x = x + w[f"{b}.gamma1"] * torch.cat([linear(w, f"{b}.attn.proj", looked), z[:, 1:]], 1)
+    x = layer_norm(w, f"{b}.norm2", x)
+    token = linear(w, f"{b}.mlp.fc2", F.gelu(linear(w, f"{b}.mlp.fc1", x[:, :1])))
+    return torch.cat([x[:, :1] + w[f"{b}.gamma2"] * token, 2 * x[:, 1:]], 1)
+
+
+def fan(w, x, pos, heads=4, rpc=None):
+    """Return the logits of normalised images x, and the tokens after each block.
+
+    w: state dict. pos: (patches, 64), the position code. rpc: {layer: (n, lambda)}, the layers with
+    Algorithm 1. Layers without attn.q in w are symmetric. The model is in eval mode.
+    """
+    for i in range(0, 8, 2):
+        x, name = F.gelu(x) if i else x, f"patch_embed.proj.{i}"
+        x = batch_norm(w, f"{name}.1", F.conv2d(x, w[f"{name}.0.weight"], stride=2, padding=1))
+    C, token = x.shape[1], "pos_embed.token_projection"
+    x = x.flatten(2).mT + pos @ w[f"{token}.weight"].reshape(C, -1).T + w[f"{token}.bias"]
+
+    stages, depth = [], len({k.split(".")[1] for k in w if k.startswith("blocks.")})
+    for i in range(depth):
+        b, how = f"blocks.{i}", (rpc or {}).get(i, ())
+        z = layer_norm(w, f"{b}.norm1", x)
+        x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", z, heads, how)
+        z = layer_norm(w, f"{b}.norm2", x)
+        x = x + w[f"{b}.gamma2"] * channel_attention(w, f"{b}.mlp", z, heads)
+        stages.append(x)
+    x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1)
+    for i in range(2):
+        x = class_block(w, f"cls_attn_blocks.{i}", x, heads)
+        stages.append(x)
+    return linear(w, "head", layer_norm(w, "norm", x)[:, 0]), stages
+
+
+def fan_weights(C, depth):
+    """Return random weights with the names and shapes of the original code."""
+    w = dict(cls_token=torch.randn(1, 1, C))
+
+    def add(name, *shape, batch_norm=False):
+        w[f"{name}.weight"] = torch.randn(shape) / max(1, shape[-1] if len(shape) > 1 else 1) ** 0.5
+        w[f"{name}.bias"] = 0.2 * torch.randn(shape[0])
+        if len(shape) == 1:
+            w[f"{name}.weight"] = 1 + 0.2 * w[f"{name}.weight"]
+        if batch_norm:
+            w[f"{name}.running_mean"] = 0.2 * torch.randn(shape)
+            w[f"{name}.running_var"] = 0.5 + torch.rand(shape)
+            w[f"{name}.num_batches_tracked"] = torch.tensor(0)
+
+    for i, (a, b) in enumerate(((3, C // 8), (C // 8, C // 4), (C // 4, C // 2), (C // 2, C))):
+        w[f"patch_embed.proj.{2 * i}.0.weight"] = torch.randn(b, a, 3, 3) / (9 * a) ** 0.5
+        add(f"patch_embed.proj.{2 * i}.1", b, batch_norm=True)
+    add("pos_embed.token_projection", C, 64, 1, 1)
+    for b in [*(f"blocks.{i}" for i in range(depth)), "cls_attn_blocks.0", "cls_attn_blocks.1"]:
+        w[f"{b}.gamma1"], w[f"{b}.gamma2"] = 1 + 0.2 * torch.randn(2, C)
+        add(f"{b}.norm1", C), add(f"{b}.norm2", C)
+        add(f"{b}.attn.q", C, C), add(f"{b}.attn.proj", C, C)
+        if b.startswith("cls"):
+            add(f"{b}.attn.k", C, C), add(f"{b}.attn.v", C, C)
+            add(f"{b}.mlp.fc1", 4 * C, C), add(f"{b}.mlp.fc2", C, 4 * C)
+            continue
+        add(f"{b}.attn.kv", 2 * C, C), add(f"{b}.mlp.q", C, C), add(f"{b}.mlp.norm_v", C)
+        w[f"{b}.mlp.temperature"] = 1 + torch.rand(4, 1, 1)
+        w[f"{b}.mlp.mlp_v.gamma"] = torch.randn(4 * C)
+        add(f"{b}.mlp.mlp_v.fc1", 4 * C, C), add(f"{b}.mlp.mlp_v.fc2", C, 4 * C)
+        for conv in ("conv1", "conv2"):
+            add(f"{b}.mlp.mlp_v.dwconv.{conv}", 4 * C, 1, 3, 3)
+        add(f"{b}.mlp.mlp_v.dwconv.bn", 4 * C, batch_norm=True)
+    add("norm", C), add("head", 10, C)
+    return w
+
+
+def model_fan():
+    """Return random weights, and the logits and tokens that `fan` computes with them."""
+    w = fan_weights(C=32, depth=2)
+    x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
+    for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
+        for i in range(64):
+            scale = 2 * np.pi / (4 + 1e-6)
+            angle = (place[i // 32] + 1) * scale / 10000 ** (2 * (i % 32 // 2) / 32)
+            pos[token, i] = np.cos(angle) if i % 2 else np.sin(angle)
+    double = {k: v.double() for k, v in w.items()}
+    logits, stages = fan(w, x, pos)
+    exact = fan(double, x.double(), pos.double())[0]
+    out = dict(x=x, pos_features=pos, logits32=logits, logits64=exact)
+    stages = {f"stage{i}": s for i, s in enumerate(stages)}
+    return out | stages | {f"sd/{k}": v for k, v in w.items()}
+
+
 MAKE = dict(
     seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
-    model_symvit=model_symvit,
+    kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit,
     model_vit_asym=lambda: vit_arrays({"": None}),
     model_scaled_S=lambda: vit_arrays(
         {"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
     model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
-    seg_mask=seg_arrays, seg_sliding=seg_sliding,
+    model_fan=model_fan, seg_mask=seg_arrays, seg_sliding=seg_sliding,
     seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),
     seg_mask_rpc=lambda: seg_arrays(attention=lambda i: Attention(48, 2, 0 if i else 6, 2.0)))
 

@@ -7,13 +7,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval_robust
+import peers
 import train_cls
+from fixtures import SHARED
 from fan import FAN, FAN_SIZES, BatchNorm, FANConfig, fan_from_checkpoint
 from processes import group
 from studies import probe
 from runs import call, log
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
+KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
+         "symmetric, class queries": (dict(attn="symmetric", class_attn="softmax"), {}),
+         "rpc": (dict(attn="rpc", pap=dict(n_iter=4, lambd=0.2)), {0: (4, 0.2)}),
+         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)),
+                            {0: (2, 0.2), 1: (2, 0.2)})}
 
 
 def small(**kind):
@@ -22,11 +29,12 @@ def small(**kind):
 
 
 def reference_model(weights, pos_features, dtype, **kind):
-    """Build our model with the reference's weights and position code."""
+    """Build our model with the reference's weights and position code; also return the weights."""
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)
+    weights = {k: v for k, v in weights.items() if k in m.state_dict()}
     m.load_state_dict(weights)
     m.pos_embed.code = pos_features.T[None, :, :, None]
-    return m.to(dtype)
+    return m.to(dtype), {k: v.to(dtype) for k, v in weights.items()}
 
 
 def part(arrays, prefix):
@@ -38,9 +46,9 @@ def part(arrays, prefix):
 def test_logits_and_block_outputs_equal_the_reference(golden):
     a = golden("model_fan")
     assert part(a, "sd/").keys() == small(attn="softmax").state_dict().keys()
-    m = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, attn="softmax")
+    m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, attn="softmax")
     torch.testing.assert_close(m(a["x"].double()), a["logits64"], rtol=0, atol=1e-10)
-    m = reference_model(part(a, "sd/"), a["pos_features"], torch.float32, attn="softmax")
+    m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float32, attn="softmax")
     got = []                                                    # the output of each block
     for block in (*m.blocks, *m.cls_attn_blocks):
         block.register_forward_hook(lambda block, inputs, output: got.append(output))
@@ -52,19 +60,40 @@ def test_logits_and_block_outputs_equal_the_reference(golden):
                                atol=1e-6)
 
 
+@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(),
+                    reason="too large for a clone")
 @pytest.mark.parametrize("kind", ["symmetric", "rpc"])
 def test_symmetric_fans_and_gradients_equal_the_released_code(golden, kind):
     a = golden("model_fan_symmetric")
     weights = part(a, f"{kind}/sd/")
     assert set(weights) == set(small(attn=kind).state_dict())
     for dtype, bits, tol in ((torch.float32, 32, 2e-4), (torch.float64, 64, 1e-10)):
-        m = reference_model(weights, a["pos_features"], dtype, attn=kind)
+        m, _ = reference_model(weights, a["pos_features"], dtype, attn=kind)
         logits = m(a[f"{kind}/x"].to(dtype))
         torch.testing.assert_close(logits, a[f"{kind}/logits{bits}"], rtol=0, atol=tol)
     (logits.flatten() * torch.arange(20)).sum().backward()
     for name, grad in part(a, f"{kind}/grad/").items():
         torch.testing.assert_close(m.get_parameter(name).grad, grad, rtol=0,
                                    atol=1e-10 * grad.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal_the_model_written_out(golden, kind):
+    a, (settings, rpc), seen = golden("model_fan"), KINDS[kind], []
+    m, weights = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, **settings)
+    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k)
+              for k, v in weights.items()}
+    logits, _ = peers.fan(theirs, a["x"].double(), a["pos_features"].double(), rpc=rpc)
+    m.blocks[0].attn.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    ours = m(a["x"].double())
+    torch.testing.assert_close(ours, logits, rtol=0, atol=1e-10)
+    for out in (logits, ours):
+        (out * torch.arange(20).view(2, 10)).sum().backward()
+    for name, p in m.named_parameters():
+        assert p.grad.abs().max() > 0, name
+        torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-10, atol=1e-10, msg=name)
+    if rpc:  # S is neither empty nor full
+        assert 0.1 < (m.blocks[0].attn.trace(seen[0])[0]["S"] != 0).double().mean() < 0.999
 
 
 def test_parameters_and_multiplications_are_the_published_ones():
