@@ -42,7 +42,7 @@ from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, UNK, lines_to_score, load_corpus, perplexity,
-                       random_windows, sliding_nll, stored_vocabulary, text_folder)
+                       random_windows, seen_lines, sliding_nll, stored_vocabulary, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 from robust.words import WORD, word_swap
 
@@ -206,7 +206,7 @@ def evaluate_only(args, rank, world, device):
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
     word, found = WORD if WORD in vocab else vocab.words[-1], []
-    for split, lines in lines_to_score(data, data_dir, trained).items():
+    for split, lines in lines_to_score(data, data_dir, checkpoint.get("seen", ())).items():
         began = time.perf_counter()
         swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
         clean, other = (vocab.encode_lines(x)[:args.limit] for x in (lines, swapped_lines))
@@ -318,6 +318,7 @@ def main():
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and place in the batch only.
     data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
+                seen=seen_lines(args.data_dir),
                 fingerprint=zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes()))
     if checkpoint:
         common.check_unchanged(checkpoint, {**data, **asdict(config),

@@ -97,8 +97,8 @@ def load_corpus(folder):
         new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
         new -= vocab.keys()
         if new:
-            print0(f"{folder}: {len(new)} words of the valid and test texts become {UNK}, which the "
-                   f"training text does not contain, so they make the perplexity high")
+            print0(f"{folder}: {len(new)} words of the valid and test texts become {UNK}, which "
+                   f"the training text does not contain, so they make the perplexity high")
             vocab = Vocabulary([*vocab.words, UNK])
     return Corpus(*(vocab.encode_lines(each_line(path)) for path in paths), vocab)
 
@@ -178,19 +178,35 @@ def txt_folder(path):
     return folder
 
 
-def lines_to_score(data, data_dir, trained):
+def line_hash(line):
+    """Hash a paragraph of your own text, a string of words."""
+    return zlib.crc32(line.encode())
+
+
+def seen_lines(data_dir):
+    """Return the hashes of the paragraphs of a text file that a training on this file uses."""
+    if not data_dir or Path(data_dir).is_dir():
+        return []
+    lines = [" ".join(words) for words in paragraphs(data_dir)]
+    return [line_hash(line) for line in lines[:len(lines) * 95 // 100]]     # train and valid
+
+
+def lines_to_score(data, data_dir, seen):
     """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
 
-    data, data_dir: flags of the evaluation. trained: the flags of the model's training, a dict. The
-    splits are valid and test for the text of the training, for folders of token files and for
-    "pydoc". A text file that was not used for training is one split, "whole". Its words are not
-    replaced by <unk>, because the model's vocabulary decides which words are known.
+    data, data_dir: flags of the evaluation. The splits are valid and test for folders of token
+    files and for "pydoc". A text file is one split, "unseen": all paragraphs but those of the
+    training, whose hashes `seen` contains. Its words are not replaced by <unk>, because the model's
+    vocabulary decides which words are known.
     """
-    own = os.path.realpath(trained.get("data_dir") or "") == os.path.realpath(data_dir or "")
-    if data_dir and Path(data_dir).is_file() and not own:
-        return {"whole": [" ".join(words) for words in paragraphs(data_dir)]}
-    folder = text_folder(data, data_dir)
-    return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
+    if not data_dir or Path(data_dir).is_dir():
+        folder = text_folder(data, data_dir)
+        return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
+    lines, seen = [" ".join(words) for words in paragraphs(data_dir)], {*seen}
+    unseen = [line for line in lines if line_hash(line) not in seen]
+    if not unseen:
+        raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
+    return {"unseen": unseen}
 
 
 def pydoc_documents():

@@ -20,7 +20,7 @@ from robust.words import word_swap
 from common import InputError
 from fixtures import SHARED
 from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
-                       read_lines, sliding_nll, text_folder)
+                       read_lines, seen_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig
 from upstream import LMTOOL, lmtool_model
 
@@ -196,12 +196,23 @@ def test_files_without_text_are_named(folder):
 def test_another_text_is_scored_word_by_word(folder):
     """The model's vocabulary is used, so rare words of the new text do not become <unk>."""
     Path("book.txt").write_text(BOOK + "\n\nOne zebra.\n")
-    trained = dict(data_dir=str(folder))
-    whole = lines_to_score("folder", "book.txt", trained)["whole"]
+    whole = lines_to_score("folder", "book.txt", [])["unseen"]
     assert len(whole) == 41 and whole[-1] == "One zebra ."
-    assert lines_to_score("folder", "book.txt", dict(data_dir="book.txt")).keys() == {"valid",
-                                                                                      "test"}
-    assert lines_to_score("folder", str(folder), {})["test"] == [TEST.rstrip("\n")]
+    assert lines_to_score("folder", str(folder), [])["test"] == [TEST.rstrip("\n")]
+
+
+def test_paragraphs_of_the_training_are_never_scored(folder):
+    """The file may be renamed, copied or extended; the hashes of its paragraphs decide."""
+    lines = [f"Page {i} of the book.\n\n" for i in range(40)]
+    Path("book.txt").write_text("".join(lines))
+    seen = seen_lines("book.txt")
+    assert len(seen) == 38 and seen_lines(folder) == seen_lines(None) == []
+    Path("copy.txt").write_text("A new page.\n\n" + "".join(lines))
+    unseen = lines_to_score("folder", "copy.txt", seen)["unseen"]
+    assert unseen == ["A new page .", "Page 38 of the book .", "Page 39 of the book ."]
+    Path("copy.txt").write_text("".join(lines[:30]))
+    with pytest.raises(InputError, match="trained on all"):
+        lines_to_score("folder", "copy.txt", seen)
 
 
 # --- training windows -----------------------------------------------------------------------------
