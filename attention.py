@@ -19,16 +19,15 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
-    S       (Eq. 12)    s                (H, N, N) or (1,)  scaling, v - S v; not the S above
+    S       (Eq. 12)    s                (H, N, N)          scaling, v - S v; not the S above
 
-The paper's text and its released code differ. Each difference is an argument here:
+The paper's text and its released code differ. Here you choose:
 
     question               paper's text            released code       here
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
-    sign of Y/mu, line 4   - (ADMM needs +)        -                   dual_sign=-1 | +1
+    sign in Alg. 1 line 4  - Y/mu; ADMM needs +    - Y/mu              dual_sign=-1 | +1
     values in each step    not printed             V                   v; pass k as v to use keys
-    number of steps        n (Def. 1)              n                   n_iter; PAP does not converge
     dropout                not mentioned           last step only      last step only
     queries                keys; App. E.9: own     keys                keys (q=None), or your own q
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
@@ -90,13 +89,14 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k are
     cast to v's dtype, because PAP computes them in float32.
     """
-    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, k.shape[::2]):
-        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool "
-                         f"{tuple(k.shape[::2])}, False for padding tokens")
+    B, N = k.shape[0], k.shape[2]
+    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (B, N)):
+        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool {(B, N)}, False "
+                         f"for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
     mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
-    if causal and keep is not None:
+    if causal and keep is not None:                            # SDPA takes a mask or is_causal
         mask = mask.expand(-1, -1, q.shape[-2], -1).tril()     # (B, 1, N, N)
     return F.scaled_dot_product_attention(q, keys, v, attn_mask=mask, dropout_p=dropout_p,
                                           is_causal=causal and keep is None)
@@ -126,17 +126,17 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # per token: (B, H, N, 1)
-    real = torch.ones_like(k[:, :1, :, :1])                             # (B, 1, N, 1)
+    kept = torch.ones_like(k[:, :1, :, :1])                     # (B, 1, N, 1); 0 for padding
     if keep is not None:
-        real = real * keep[:, None, :, None]
-        mean = mean * real
-    seen = real.cumsum(-2).clamp_min(1)                                 # real tokens in 0..t
+        kept = kept * keep[:, None, :, None]
+        mean = mean * kept
+    count = kept.cumsum(-2).clamp_min(1)                                # kept tokens in 0..t
     if mu_over == "all":
-        mean = mean.sum(-2, keepdim=True) / seen[:, :, -1:]             # (B, H, 1, 1)
+        mean = mean.sum(-2, keepdim=True) / count[:, :, -1:]            # (B, H, 1, 1)
     elif mu_over == "seen":
-        mean = mean.cumsum(-2) / seen
-    heads = H if mu_dim == "model" else 1                               # x / D
-    return heads / (4 * mean.clamp_min(1e-12))                          # Def. 1; finite for k = 0
+        mean = mean.cumsum(-2) / count
+    x_over_D = H if mu_dim == "model" else 1                            # C / D = H, or D / D
+    return x_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
 
 
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
@@ -157,14 +157,13 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     trace: a list that receives dict(S, K2, Q2, L) for each step.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
-    K, S, L and Z are float32 or float64: for bf16 inputs, the error after four steps is 0.4 %
-    instead of 1.1 %. With n_iter = 1 the result is symmetric attention on keys whose entries are
-    clamped to [-tau, tau].
+    K, S, L and Z are float32 or float64, also for bf16 inputs. With n_iter = 1 and q=None the
+    result is symmetric attention on K - S, the keys with their entries clamped to [-tau, tau].
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
-    learned = torch.is_tensor(lambd)
-    if n_iter < 1 or not learned and not lambd >= 0:
+    lambd_is_tensor = torch.is_tensor(lambd)
+    if n_iter < 1 or (not lambd_is_tensor and not lambd >= 0):
         raise ValueError(f"n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
     for name, x in (("v", v), ("q", k if q is None else q)):
         if x.shape != k.shape:
@@ -174,23 +173,23 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     # The threshold tau follows from the mean size of a key entry.
     K = k if k.dtype == torch.float64 else k.float()
     mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over or ("seen" if causal else "all"), keep=keep)
-    if not learned and lambd == math.inf:
-        mu = mu.detach()                        # inf * 0 would make mu's gradient NaN
+    if not lambd_is_tensor and lambd == math.inf:
+        mu = mu.detach()                        # tau has the gradient 0, and inf * 0 is NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
     # output for the rest. Z sums the errors K - L - S and enters the next step.
-    L = Z = 0.0                                 # Alg. 1, line 1: S = Y = 0, and L = 0
-    for _ in range(n_iter):                     # Alg. 1, line 2; Def. 1: n steps
+    L = Z = 0.0                                 # Alg. 1, line 1: L = Y = 0
+    for _ in range(n_iter):                     # Alg. 1, line 2
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
         rest = K - S                            # Eq. 14: L + S = K, so L should become K - S
-        K2 = rest + dual_sign * Z               # K - S - Y/mu, the keys of line 4
+        K2 = rest + dual_sign * Z               # K - S - Y/mu (or +), the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
         L = softmax_attention(Q2, K2, v, causal=causal, keep=keep).to(K.dtype)  # Alg. 1, line 4
-        Z = rest + Z - L                        # Alg. 1, line 5: Y = Y + mu (K - L - S)
+        Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                               # repeat the last step with dropout
+    if dropout_p:                               # once more with dropout, outside the trace
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
@@ -240,7 +239,8 @@ ATTENTIONS = {
     "scaled_s": (True, ScaledAttention),
     "scaled_alpha": (True, ScaledAlphaAttention),
 }
-# More values of --attn: (attention in rpc_layers, attention in all other layers).
+# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). rpc_layers comes
+# from the config. These values come before the same names in ATTENTIONS.
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}
 
@@ -270,7 +270,7 @@ class SelfAttention(nn.Module):
     def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None, causal=False,
                  qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
         super().__init__()
-        self.dim, self.num_heads, self.num_tokens = dim, num_heads, num_tokens
+        self.num_heads, self.num_tokens = num_heads, num_tokens
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
         settings = {**PAP_SETTINGS, **(pap or {})}
@@ -297,8 +297,9 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(x)                                               # Eq. 1
         qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
-        k = qkv[-2]
-        return qkv[0] if self.num_proj == 3 else k, k, qkv[-1]
+        k, v = qkv[-2], qkv[-1]
+        q = qkv[0] if self.num_proj == 3 else k
+        return q, k, v
 
     def forward(self, x):
         q, k, v = self.project(x)                                       # (B, H, N, D)

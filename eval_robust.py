@@ -15,16 +15,17 @@ evaluated by train_seg.py --eval_only and train_lm.py --eval_only.
 
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
 
-Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value. An
-attack changes an image so that the model no longer predicts the true class. The arithmetic is
-float32. An image that a model classifies wrongly is not attacked and counts as not robust. Random
-numbers depend on (seed, image) alone, so the batch size, the number of processes and a second run
-do not change them.
+Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value (sld: of
+the sum of all changes; cw has no budget). An attack changes an image so that the model no longer
+predicts the true class. The arithmetic is float32. An image that a model classifies wrongly is not
+attacked and counts as not robust. Random numbers depend on (seed, image) alone, so the batch size,
+the number of processes and a second run do not change them.
 
 --preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): it attacks normalised
-images and does not clip them (PAPER_CLIPS lists exceptions). The model's own prediction takes the
-place of the true class, so misclassified images are attacked, too. Normalised pixels are divided by
-their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0.226/255.
+images and does not clip them to [0, 1], but for the attacks in PAPER_CLIPS. The model's own
+prediction takes the place of the true class, so misclassified images are attacked, too. Normalised
+pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
+0.226/255.
 """
 
 import argparse
@@ -64,7 +65,8 @@ from robust.frost import load_frost
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 # The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
-# An attack that sets eps here keeps it; every other attack runs once for each budget of --eps.
+# An attack whose line sets eps, also to None, runs once; every other attack runs for each budget of
+# --eps. All are partials, because `plan` reads their keywords.
 ATTACKS = {
     "noise": partial(noise, eps=0.068),                   # U(-eps, eps)
     "fgsm": partial(fgsm),
@@ -408,8 +410,8 @@ class Normalized(torch.nn.Module):
 def attack_as_paper(net, x, attack, clip, index):
     """Attack under the conditions of --preset paper; return the attacked pixels.
 
-    The attack changes normalised images, clipped to [0, 1] or not at all, so that the network
-    leaves its own prediction.
+    The attack changes normalised images, clipped to [0, 1] or not at all, until the network's
+    prediction is not its own first one. net: a ViT or FAN, which has .mean and .std.
     """
     normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
@@ -423,7 +425,7 @@ def attacked(m, data, index, args, name, attack):
     """Measure accuracy under an attack, and how far the attacked images are from the originals."""
     device = args.process.device
     hits = torch.zeros(len(index), 3, device=device)
-    moved = torch.zeros(len(index), 4, dtype=torch.float64, device=device)
+    moved = torch.zeros(len(index), 4, dtype=torch.float64, device=device)  # Linf, L2, L1, outside
     attack = partial(attack, seed=args.seed)
     for x, labels, numbers, place in batches(data, index, args, f"{name}, {m.about['model']}"):
         if args.preset == "paper":
@@ -482,8 +484,8 @@ def outliers(m, tree, index, args, val):
 
 # --- rows and their table -------------------------------------------------------------------------
 
-# A stored row is used again only if all fields are equal on which its numbers depend. `settings`
-# contains the settings of the measure, `fingerprint` the files or pixels, and their labels.
+# A stored row is used again only if all fields of KEY are equal. `settings` contains the settings
+# of the measure; `fingerprint` is a hash of the files or pixels, and of their labels.
 MODEL = ("weights", "model_config", "size")
 KEY = (*MODEL, "data", "fingerprint", "name", "settings", "seed", "images")
 
@@ -498,10 +500,12 @@ def measure_text(name, settings):
     def word(value):
         if isinstance(value, list):
             return ",".join(map(word, value))
-        levels = 255 * value if isinstance(value, float) else 0.5
+        if not isinstance(value, float):
+            return str(value)
+        levels = 255 * value
         if 0 < levels < 255 and abs(levels - round(levels)) < 1e-9:
             return f"{round(levels)}/255"
-        return f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{value:g}"
     return " ".join([name, *(f"{setting}={word(value)}" for setting, value in settings.items())])
 
 
@@ -522,7 +526,7 @@ def mean_rows(rows):
                 row["settings"]["type"]] = row | dict(settings=shared)
     for types in groups.values():
         if len(types) == len(NAMES):
-            row = types["fog"]
+            row = types["fog"]                            # but for numbers, all 15 rows are equal
             mean = {field: float(np.mean([np.mean(types[name][field]) for name in NAMES]))
                     for field in ("top1", "top5") if field in row}
             if row["data"] == "imagenet" and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
@@ -548,9 +552,10 @@ def worst_cases(rows):
         if len(group) > 1:
             n = min(row["images"] for row in group)
             right = torch.stack([unpack(row["right"], row["images"])[:n] for row in group]).all(0)
+            shared = {k: v for k, v in group[0]["settings"].items() if k in ("eps", "conditions")}
             names = ",".join(dict.fromkeys(row["name"] for row in group))
             yield {k: group[0].get(k) for k in (*KEY, "model", "checkpoint")} | dict(
-                name="worst", settings=dict(eps=group[0]["settings"]["eps"], of=names), images=n,
+                name="worst", settings=shared | dict(of=names), images=n,
                 top1=100 * right.double().mean().item())
 
 
@@ -564,11 +569,13 @@ def rows_table(rows):
     names = [row["model"] for row in columns.values()]
     header = [f"{row['model']}, {row['checkpoint']}" if names.count(row["model"]) > 1
               else row["model"] for row in columns.values()]
+    several = len({(row["data"], row["seed"]) for row in rows}) > 1     # then a line names them
     lines = {}                                            # {(measure, images): {model: cell}}
     for row in rows:
         shown = ("top1", "top5", "aupr", "mce") if row["data"] == "imagenet" else ("top1",)
         for number in (name for name in shown if name in row):
             text = measure_text(row["name"], row["settings"])
+            text = f"{row['data']}, seed {row['seed']}: {text}" if several else text
             line = lines.setdefault((f"{text}, {number}", row["images"]), {})
             line[row_key(row, MODEL)] = f"{np.mean(row[number]):.2f}"
     body = [[*line, *(cells.get(model, "") for model in columns)] for line, cells in lines.items()]
@@ -610,7 +617,9 @@ def plan(args, data, size):
                 changed["steps"] = args.steps
             attack = partial(ATTACKS[name], **changed)
             budgets = map(float, args.eps or (PAPER_EPS if args.preset == "paper" else EPS))
-            for eps in [attack.keywords["eps"]] if "eps" in attack.keywords else budgets:
+            if "eps" in attack.keywords:
+                budgets = [attack.keywords["eps"]]
+            for eps in budgets:
                 run = partial(attack, eps=eps)
                 settings = {k: getattr(v, "__name__", v) for k, v in run.keywords.items()}
                 if args.preset == "paper":
@@ -648,7 +657,7 @@ def main():
     print0(f"{len(models)} models | {args.data} | {world} x {hardware} | {path}, {len(rows)} rows")
     for name, settings, images, measure in plan(args, data, models[0].size):
         index = choose(len(images.labels), name, args)
-        if not len(index):
+        if not len(index) or name == "imagenet_o" and not len(data.labels):
             raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
         measured = dict(data=args.data, data_dir=args.data_dir, fingerprint=fingerprint(images),
                         name=name, settings=settings, images=len(index), seed=args.seed)

@@ -285,6 +285,8 @@ def test_worst_case_is_taken_image_by_image():
     assert worst["top1"] == pytest.approx(100 / 3) and worst["images"] == 3
     assert "| worst eps=2/255 of=pgd,fgsm, top1 | 3      | 33.33 |" in rows_table(rows)
     assert not list(eval_robust.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
+    other = rows[0] | dict(data="cifar10", top1=10.0)               # two data sets: two lines
+    assert rows_table([rows[0], other]).count("pgd eps=2/255") == 2
 
 
 def test_mean_of_corruptions_needs_all_types():
