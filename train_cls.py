@@ -68,11 +68,12 @@ def get_args():
          help="decode ImageNet with this many processes per GPU (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
+    # Flags without default= here get their default from the recipe of --data.
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
          "or of a FAN (fully attentional network) (default: %(default)s)")
     flag("--image_size", type=int, help="side of an image in pixels (default: %(default)s)")
     flag("--patch_size", type=int, help="side of a patch in pixels (default: %(default)s)")
-    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
+    # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
          "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
     flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
@@ -86,7 +87,7 @@ def get_args():
     flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch and the released RPC code (default: of a ViT), or like DeiT (of a FAN)")
+         "PyTorch (default; a ViT's) or like DeiT (trunc_normal; a FAN's)")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
          "--patch_size; a head for other classes is new")
 
@@ -144,7 +145,7 @@ def batch_keys(args, n, start, stop, rank, world):
         if i == 0 or step == start:
             order = epoch_order(n, epoch, args.seed, args.repeats)      # (n,), shuffled images
         batch = order[i * args.batch_size:(i + 1) * args.batch_size]
-        # Neighbours are mixed. Copies of an image (--repeats) are neighbours here: move them apart.
+        # Neighbours are mixed, so move copies of an image (--repeats) apart: AABBCC -> ABCABC.
         batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
         part = slice(rank * b, (rank + 1) * b)
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
@@ -159,7 +160,7 @@ def load_batches(source, keys, args, device, transform=None):
     """
     if isinstance(source, Split):
         for position, index in keys:
-            index = send(index, device)                             # index.to(device)
+            index = send(index, device)                             # the CPU does not wait
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
     else:
@@ -169,22 +170,22 @@ def load_batches(source, keys, args, device, transform=None):
             yield send(images, device), send(labels, device), position
 
 
-CHUNK = 2 ** 14, 2 ** 29                # augment at most this many images, and bytes, in one call
+CHUNK_IMAGES, CHUNK_BYTES = 2 ** 14, 2 ** 29            # augment at most this much in one call
 
 
 def train_batches(source, args, start, stop, device, rank, world):
     """Yield augmented images (b, 3, S, S), target distributions (b, K), and positions (b,).
 
-    A GPU augments a chunk of several batches in one call, because one batch would take about as
-    long. A sample's random numbers depend on its position alone, so chunks change no number. On a
-    CPU a chunk is one batch, and the processes that decode files also augment.
+    A GPU augments a chunk of several batches in one call, which takes about as long as one batch.
+    Random numbers depend on a sample's position alone, so chunks change no number. On a CPU a chunk
+    is one batch, and the processes that decode files also augment.
     """
     on_cpu, b = device.type == "cpu", args.batch_size // world
-    images_at_once = min(CHUNK[0], CHUNK[1] // (3 * args.image_size ** 2))
+    images_at_once = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * args.image_size ** 2))
     batches_at_once = 1 if on_cpu else max(1, images_at_once // b)
 
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
-    # random erasing and mixing follow.
+    # random erasing follows. Then the chunk is split into its batches, which are mixed.
     augment = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     keys = batch_keys(args, len(source.labels), start, stop, rank, world)
     loaded = load_batches(source, keys, args, device, transform=augment if on_cpu else None)
@@ -211,7 +212,7 @@ def evaluate(model, source, args, device, rank, world):
     """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)    # the images of this process
-    keys = [(part, part) for part in mine.split(256) if len(part)]      # positions are not used
+    keys = [(part, part) for part in mine.split(256) if len(part)]      # maybe no image
     batches = load_batches(source, keys, args, device)
     total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
     for images, labels, _ in bar(batches, "evaluating", total=len(keys), leave=False):
@@ -263,7 +264,7 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
+    torch.backends.cudnn.allow_tf32 = amp                           # "high" for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
@@ -274,7 +275,7 @@ def main():
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
                          f"training images")
-    if (args.mixup or args.cutmix) and args.repeats > max(1, args.batch_size // 2):
+    if (args.mixup or args.cutmix) and args.repeats > 1 and 2 * args.repeats > args.batch_size:
         raise InputError(f"--batch_size {args.batch_size}: with --repeats {args.repeats}, an image "
                          f"would be mixed with its own copy; choose {2 * args.repeats} or more")
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
@@ -301,8 +302,8 @@ def main():
         load_weights(model, args.init_from)
     # Freeze parameters here: model.patch_embed.requires_grad_(False). --resume runs this line, too.
 
-    # Optimiser. Weight decay applies to matrices, of which FAN's mlp.temperature and learned.s of
-    # Scaled Attention have other names than "weight".
+    # Optimiser. Weight decay applies to matrices: the weights of layers, mlp.temperature of a FAN
+    # and learned.s of Scaled Attention.
     matrices = ("weight", "mlp.temperature", "learned.s")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -323,8 +324,8 @@ def main():
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
-    # a CUDA graph, so the CPU does not launch each kernel.
+    # the same weights, is attacked, evaluated and saved. "reduce-overhead" records the kernels of a
+    # step as a CUDA graph, so the CPU does not launch each kernel.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
@@ -353,8 +354,9 @@ def main():
         images, targets, position = next(batches)
         if args.adv_eps:
             model.eval()
-            with autocast:                              # erased pixels can lie outside [0, 1]
-                images = pgd(model, images.clamp(0, 1), targets, args.adv_eps,
+            images = images.clamp(0, 1)                 # erased pixels can lie outside
+            with autocast:
+                images = pgd(model, images, targets, args.adv_eps,
                              steps=args.adv_steps, alpha=2.5 * args.adv_eps / args.adv_steps,
                              seed=args.seed, index=position, purpose=ADVERSARIAL)
             model.train()
@@ -390,8 +392,8 @@ def main():
                                         epoch=epoch, lr=lr))
             common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
 
-        # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
-        # each layer, which show whether RPC acts.
+        # Evaluate. On a few images of this batch, also measure mean |k| and the share of nonzero
+        # entries of S in each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
             with autocast:
@@ -409,15 +411,17 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])         # these are never test images
+                         seen=[*train.hashes, *val.hashes])     # eval_robust.py leaves them out
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} % "
-                  f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if metrics:                             # the last step was evaluated
+        minutes = (time.perf_counter() - began) / 60
+        common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} "
+                      f"% ({metrics['images']} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {out_dir}")

@@ -452,8 +452,10 @@ def main():
         index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
         triples = predictions(model.eval(), val, index, **evaluation)   # image, truth, prediction
         save_pictures(out_dir / "pictures.png", triples, len(val.classes))
-    common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
-                  f"({metrics['images']} images), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if metrics:                             # the last step was evaluated
+        minutes = (time.perf_counter() - began) / 60
+        common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
+                      f"({metrics['images']} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
     common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}",

@@ -49,7 +49,7 @@ def test_a_run_resumed_within_a_chunk_gets_equal_batches(monkeypatch):
 
     The resumed run begins with the second batch of a chunk, so its chunks are others.
     """
-    monkeypatch.setattr(train_cls, "CHUNK", (12, 2 ** 29))
+    monkeypatch.setattr(train_cls, "CHUNK_IMAGES", 12)
     monkeypatch.setattr(train_cls, "send", lambda x, device: x)
     args = Namespace(batch_size=4, image_size=16, seed=0, repeats=2, pad=2, num_ops=2, erase=0.5,
                      mixup=0.8, cutmix=1.0, smoothing=0.1)
