@@ -89,10 +89,9 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k are
     cast to v's dtype, because PAP computes them in float32.
     """
-    B, N = k.shape[0], k.shape[2]
-    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, (B, N)):
-        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool {(B, N)}, False "
-                         f"for padding tokens")
+    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, k[:, 0, :, 0].shape):
+        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool "
+                         f"{tuple(k[:, 0, :, 0].shape)}, False for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
     mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
