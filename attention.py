@@ -269,7 +269,7 @@ class SelfAttention(nn.Module):
     def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None, causal=False,
                  qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
         super().__init__()
-        self.num_heads, self.num_tokens = num_heads, num_tokens
+        self.dim, self.num_heads, self.num_tokens = dim, num_heads, num_tokens
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
         settings = {**PAP_SETTINGS, **(pap or {})}
