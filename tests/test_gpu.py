@@ -171,7 +171,7 @@ SMALL = dict(
 # The bf16 runs have dropout or drop path, whose masks differ between devices. The images of cls are
 # easier to learn.
 BF16 = dict(cls="--drop_path 0.1 --num_ops 0 --erase 0 --mixup 0 --cutmix 0 --lr 3e-3 --adv_eps "
-                "0.5/255 --adv_steps 2", lm="--dropout 0.1 --lr 5e-3", seg="--dropout 0.1")
+                "1/510 --adv_steps 2", lm="--dropout 0.1 --lr 5e-3", seg="--dropout 0.1")
 each = pytest.mark.parametrize("name", SCRIPTS)
 
 
