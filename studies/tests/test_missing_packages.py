@@ -19,7 +19,7 @@ def run_without_packages(words):
 
 @pytest.mark.parametrize("command", [
     "-m studies.claims", "-m studies.arms control", "-m studies.line", "-m studies.plot",
-    "-m studies.kernel_pca --rows studies/results/kpca", "plot.py out/a"])
+    "-m studies.kernel_pca --rows studies/results/kpca"])
 def test_missing_package_gives_one_line(command):
     process = Started(partial(run_without_packages, command.split()), [])
     line, = process.communicate()[1].splitlines()
