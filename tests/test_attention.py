@@ -343,3 +343,9 @@ def test_arguments_of_other_shapes_are_errors():
                            q=lambda: rpc_attention(k, v, q=q[:, :, :1])).items():
         with pytest.raises(ValueError, match=f"^{name}.* expected"):
             call()
+
+
+def test_padding_masks_must_be_bool():
+    k, v = torch.randn(2, 2, 1, 5, 4)
+    with pytest.raises(ValueError, match="keep is"):
+        rpc_attention(k, v, keep=torch.ones(2, 5))
