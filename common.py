@@ -142,7 +142,13 @@ def start_log(folder, step):
 
 
 def append_row(path, row):
-    """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
+    """Append a row, a dict, to a file of JSON lines. Only the first process writes.
+
+    InputError if a number of an evaluation is not finite: then accuracies have no meaning.
+    """
+    for name, value in row.get("eval", {}).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"not finite at step {row['step']}: {name} {value}")
     if is_first():
         with open(path, "a", encoding="utf-8") as f:
             f.write(to_json(row))

@@ -103,3 +103,15 @@ def test_input_errors_are_one_line():
             raise InputError(text)
         with pytest.raises(SystemExit, match=f"^error: {line}$"):
             common.run(main)
+
+
+def test_numbers_not_finite_are_named(tmp_path):
+    log = common.start_log(tmp_path, 0)
+    with pytest.raises(InputError, match="not finite at step 1: top1"):
+        common.append_row(log, dict(step=1, eval=dict(top1=-math.inf)))
+    assert common.read_log(log) == []
+    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert common.finite_means(rows, 8) == [2, 3]
+    rows[1, 1] = math.inf
+    with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
+        common.finite_means(rows, 8)
