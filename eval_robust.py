@@ -22,7 +22,7 @@ attacked and counts as not robust. Random numbers depend on (seed, image) alone,
 the number of processes and a second run do not change them.
 
 --preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): it attacks normalised
-images and does not clip them to [0, 1], but for the attacks in PAPER_CLIPS. The model's own
+images and does not clip them to [0, 1], except in the attacks of PAPER_CLIPS. The model's own
 prediction takes the place of the true class, so misclassified images are attacked, too. Normalised
 pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
 0.226/255.
@@ -498,6 +498,7 @@ def row_key(row, fields=KEY):
 def measure_text(name, settings):
     """Return a measure in words: pgd steps=20 eps=2/255."""
     def word(value):
+        """Return a setting as text; a multiple of 1/255 as a fraction."""
         if isinstance(value, list):
             return ",".join(map(word, value))
         if not isinstance(value, float):
@@ -526,7 +527,7 @@ def mean_rows(rows):
                 row["settings"]["type"]] = row | dict(settings=shared)
     for types in groups.values():
         if len(types) == len(NAMES):
-            row = types["fog"]                            # but for numbers, all 15 rows are equal
+            row = types["fog"]                            # the 15 rows differ in their numbers only
             mean = {field: float(np.mean([np.mean(types[name][field]) for name in NAMES]))
                     for field in ("top1", "top5") if field in row}
             if row["data"] == "imagenet" and row["settings"]["severities"] == [1, 2, 3, 4, 5]:

@@ -43,6 +43,7 @@ MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [1
 
 
 def get_args():
+    """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "

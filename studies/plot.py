@@ -417,7 +417,8 @@ def main(argv=None):
     where_figure(folder / "where_is_s/where_is_s.png",
                  "S follows the size of the key, not the corruption")
     perfect_figure(folder / "perfect_s/perfect_s.png",
-                   "Leaving corrupted patches out of every layer helps; a perfect S mostly does not")
+                   "Leaving corrupted patches out of every layer helps; "
+                   "a perfect S mostly does not")
     budget_figure({"PGD-20, 8 epochs": arms.stored(STUDIES["control"])},
                   folder / "control/budgets.png", DEFENDED,
                   "At equal epochs, adversarial training helps at every budget")
