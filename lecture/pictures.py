@@ -400,7 +400,7 @@ def draw_attack():
     grid = figure.subplots(2, 4)
     figure.suptitle("Which change of the pixels changes the answer?")
     for (upper, lower), eps in zip(grid.T, budgets):
-        x = pgd(model, images, labels, eps / 255, steps=10, rel_step=0.25)
+        x = pgd(model, images, labels, eps / 255, steps=10, alpha=0.25 * eps / 255)
         answers = model(x).argmax(1)
         numbers[f"rpc {eps}"] = 100 * (answers == labels).double().mean()
         show(upper, x[1], f"{eps}/255: \u201c{names[answers[1]]}\u201d")
@@ -415,7 +415,7 @@ def draw_attack():
     right = torch.nn.functional.one_hot(labels, logits.shape[1]).bool()
     margin = logits[right] - logits.masked_fill(right, -torch.inf).amax(1)
     slope = torch.autograd.grad(margin.sum(), x)[0].abs().sum((1, 2, 3))
-    survived = symmetric(pgd(symmetric, images, labels, eps, steps=10, rel_step=0.25))
+    survived = symmetric(pgd(symmetric, images, labels, eps, steps=10, alpha=0.25 * eps))
     survived = survived.argmax(1) == labels
     agree = 100 * ((margin > eps * slope) == survived).double().mean()
     save(figure, "attack", normalised=model.std.mean(), first_order=agree,

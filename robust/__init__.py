@@ -7,8 +7,8 @@
     right = evaluate(model, images, labels, {"pgd": partial(pgd, eps=2 / 255)})
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
-This folder is a library: from the project, it imports only common.py, attention.py and data/rng.py.
-eval_robust.py evaluates whole data sets with it; see docs/robustness.md.
+eval_robust.py evaluates whole data sets with this folder; see docs/robustness.md. From the project,
+it imports only common.py, attention.py and data/rng.py.
 """
 
 import torch
@@ -27,11 +27,10 @@ def forward(model, images):
 
 
 def attack_batch(model, images, labels, attack, **index):
-    """Attack the images of one batch that the model classifies correctly.
+    """Attack the images of one batch that the model classifies correctly; return all images.
 
-    attack: a function of (model, images, labels) that returns adversarial images. index: the
-    numbers of the images as keyword index=(n,), which the attack receives, too, or nothing.
-    Returns the adversarial images. Misclassified images stay unchanged.
+    attack: a function of (model, images, labels). index: nothing, or the keyword index=(n,), the
+    numbers of the images, which the attack receives, too.
     """
     adv = images.clone()
     with torch.no_grad():
@@ -47,17 +46,15 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
     images: (n, 3, H, W). labels: (n,) int64, on the same device.
-    attacks: {name: function of (model, images, labels)}. Example: partial(pgd, eps=2 / 255). An
-        attack from another library: lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
+    attacks: {name: function of (model, images, labels)}. An attack from another library:
+        lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
     batch_size: images per batch. It bounds the memory.
-    index: (n,) the numbers of the images. If you set it, every attack also gets the numbers of its
-        images as the keyword index, and random numbers depend on (seed, number) alone. Otherwise
-        our attacks count the images of a batch from 0.
+    index: (n,) the numbers of the images. If you set it, every attack also gets the keyword index,
+        and random numbers depend on (seed, number) alone. Otherwise our attacks count the images of
+        a batch from 0.
 
-    Returns:
-        a dict of (n,) bool, True for a correct answer. "clean": without an attack. Each attack's
-        name: under this attack. "worst": under every attack.
-    ValueError: the model is in train mode, or the labels do not fit the logits.
+    Returns a dict of (n,) bool, True for a correct answer: "clean", each attack's name, and "worst",
+    under every attack.
     """
     check_mode(model)
     right = {name: [] for name in ("clean", *attacks)}

@@ -1,10 +1,12 @@
 """Adaptive attacks: they also follow gradients that RPC-Attention hides.
 
+    adv = adaptive_pgd(model, images, labels, 8 / 255)
+
 RPC-Attention runs Principal Attention Pursuit (PAP), whose soft threshold has slope 0 where it
 returns 0. There an attack along the model's own gradient can fail although the model is not robust
 (Athalye et al. 2018). An adaptive attack also follows gradients of the same weights with a changed
 PAP that does not hide them. The change reaches your own attention if it passes `**layer.pap` to
-`rpc_attention`.
+`rpc_attention`. For a model without PAP, adaptive attacks are the plain attacks.
 """
 
 import math
@@ -20,10 +22,7 @@ from robust.autoattack import apgd, autoattack
 # --- models that provide gradients ---------------------------------------------------------------
 
 def pap_steps(model, images):
-    """Return the number of PAP steps per layer, or 0 if the model runs no PAP.
-
-    images: (B, 3, H, W); one image is used.
-    """
+    """Return the number of PAP steps per layer, or 0 if the model runs no PAP."""
     check_mode(model)
     # A run with n_iter=1 counts the layers. The run without it counts the steps of all layers.
     steps, once = [], []
@@ -42,16 +41,14 @@ def with_pap(model, **settings):
     return changed
 
 
-def straight_through(model, slope=1.0):
+def straight_through(model, slope):
     """Return the model with the same outputs, whose soft threshold has gradient `slope` everywhere.
 
     The threshold computes S, the sparse part of the keys K. Its true slope is 1 where S is not 0,
-    else 0. With slope=1, the threshold has the gradient of the identity. With slope=0, S counts as
-    a constant, so K - S passes the full gradient to K, also where the threshold clamps K.
+    else 0. With slope=0, S counts as a constant, so K - S passes the full gradient to K.
     """
     def shrink(x, tau):
         return soft_threshold(x, tau).detach() + slope * (x - x.detach())
-
     return with_pap(model, shrink=shrink)
 
 
@@ -63,12 +60,10 @@ def smooth_shrink(x, tau):
 
 
 def gradient_models(model, images):
-    """Return models that provide gradients where the model's own gradient is hidden.
+    """Return models for `surrogates` of `apgd`; [] for a model without RPC-Attention.
 
-    The models are for the argument `surrogates` of `apgd`. All have the same weights: two
-    straight-through models, one with a smooth threshold, one where S stays 0, and one that stops
-    after half the steps. The list is empty for a model without RPC-Attention. images: one or more
-    images that the model accepts.
+    All have the same weights: two straight-through models, one with a smooth threshold, one where
+    S stays 0, and one that stops after half the steps. images: any that the model accepts.
     """
     steps = pap_steps(model, images)
     if not steps:
@@ -83,15 +78,12 @@ def gradient_models(model, images):
 # --- attacks -------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def adaptive_pgd(model, images, labels, eps, *, steps=20, alpha=None, rel_step=0.15,
-                 random_start=True, clip=True, seed=0, index=None):
-    """Run PGD along the true gradient; where PGD fails, follow both straight-through gradients.
+def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
+    """Run `pgd` along the true gradient; where it fails, follow both straight-through gradients.
 
-    Returns for each image the result that fools the model or, if no result does, the result with
-    the smallest margin. A model without RPC-Attention gets plain PGD. Settings: as in `pgd`.
+    Returns for each image a result that fools the model or, if there is none, the result with the
+    smallest margin. settings: of `pgd`.
     """
-    settings = dict(steps=steps, alpha=alpha, rel_step=rel_step, random_start=random_start,
-                    clip=clip, seed=seed)
     adv = pgd(model, images, labels, eps, index=index, **settings)
     if not pap_steps(model, images):
         return adv

@@ -1,5 +1,8 @@
 """Adversarial attacks on image classifiers, whole batches at a time.
 
+    adv = pgd(model, images, labels, 8 / 255)
+    robust = model(adv).argmax(1) == labels       # False also for images that were wrong before
+
 An attack is a function attack(model, images, labels, eps, *, seed=0, index=None, ...) that returns
 adversarial images:
   model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes).
@@ -13,14 +16,8 @@ adversarial images:
   seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch;
             an attack without random numbers ignores both
 The model's parameters and their .grad stay unchanged; an attack is faster if you freeze the
-parameters. The result is detached. Half-precision logits are widened to float32 before a loss or
-margin is computed. The paper (Teo & Nguyen 2024) lists the attacks in sections 4.1 and A.2; each
-docstring names the source of its attack.
-
-    adv = pgd(model, images, labels, 8 / 255)
-    robust = model(adv).argmax(1) == labels       # False also for images that were wrong before
-
-To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py.
+parameters. The result is detached. The paper (Teo & Nguyen 2024) lists the attacks in sections 4.1
+and A.2. To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py.
 """
 
 import math
@@ -48,30 +45,28 @@ def cross_entropy(logits, labels):
 
 
 def input_gradient(loss, model, images, labels):
-    """Return logits (B, classes), losses (B,), and the gradient of their sum, shaped as images.
+    """Return logits (B, classes), losses (B,), and the gradient of their sum; all are detached.
 
-    loss: a function of (logits, labels) that returns (B,). The three results are detached. The
-    losses are summed, not averaged, so an image's gradient does not depend on the batch size.
+    loss: a function of (logits, labels) that returns (B,). The losses are summed, not averaged, so
+    an image's gradient does not depend on the batch size.
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = model(images)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))    # as in `forward`
+        logits = forward(model, images)
         losses = loss(logits, labels)
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
 
 
-def project(adv, images, eps, clip=True):
-    """Pi: project into [images - eps, images + eps]; if clip, also into [0, 1]."""
-    adv = torch.minimum(torch.maximum(adv, images - eps), images + eps)
-    return adv.clamp(0, 1) if clip else adv
-
-
-def bounds(images, eps, clip=True):
+def bounds(images, eps, clip):
     """Return the lowest and the highest pixels within the budget, both shaped as images."""
     low, high = images - eps, images + eps
     return (low.clamp(0, 1), high.clamp(0, 1)) if clip else (low, high)
+
+
+def project(adv, images, eps, clip):
+    """Pi: project into [images - eps, images + eps]; if clip, also into [0, 1]."""
+    return adv.clamp(*bounds(images, eps, clip))
 
 
 def column(t):
@@ -99,12 +94,8 @@ def select_rows(state, on):
 
 
 def noise_like(images, index, *key):
-    """Return uniform numbers in [-1, 1), shaped as images.
-
-    The numbers depend on (key, image number) alone. key: for example seed, purpose.
-    """
-    index = image_numbers(images, index)
-    numbers = uniform(index, images[0].numel(), *key)     # (B, 3 H W) in [0, 1)
+    """Return uniform numbers in [-1, 1), shaped as images. key: for example seed, purpose."""
+    numbers = uniform(image_numbers(images, index), images[0].numel(), *key)    # in [0, 1)
     return (2 * numbers - 1).view_as(images)
 
 
@@ -150,7 +141,7 @@ def clean_logits(model, images, eps=0.0, clip=True):
 
 @torch.no_grad()
 def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
-    """Fast gradient sign method: x + eps sign(grad CE), one step. sign(0) = 0.
+    """Fast gradient sign method: x + eps sign(grad CE), one step.
 
     Goodfellow et al. 2015;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/fast_gradient_method.py`.
@@ -162,19 +153,18 @@ def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
 
 
 @torch.no_grad()
-def pgd(model, images, labels, eps, *, steps=20, alpha=None, rel_step=0.15, random_start=True,
-        clip=True, seed=0, index=None, purpose=START):
+def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, clip=True, seed=0,
+        index=None, purpose=START):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
-    alpha: the step size in pixel units, for example 2/255, as in torchattacks; None: rel_step *
-    eps. random_start: begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant
-    of data/rng.py, so that other users of the same seed draw other numbers. Returns the last
-    iterate. `restarted` adds restarts.
+    alpha: the step size in pixel units, for example 2/255; None: 0.15 eps. random_start: begin at
+    x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py, so that
+    other users of the same seed draw other numbers.
     Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
     check_inputs(model, images, eps, clip)
-    alpha = rel_step * eps if alpha is None else alpha
+    alpha = 0.15 * eps if alpha is None else alpha
     adv = images
     if random_start:
         adv = project(images + eps * noise_like(images, index, seed, purpose), images, eps, clip)
@@ -190,8 +180,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
               **settings):
     """Run an attack `restarts` times; images that do not fool the model are attacked again.
 
-    attack: any attack with a random start. The first run uses the given seed, each later run
-    another seed. settings: other keywords of the attack.
+    attack: any attack with a random start. settings: other keywords of the attack.
     """
     eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
@@ -210,19 +199,18 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
 # --- without gradients ---------------------------------------------------------------------------
 
 @torch.no_grad()
-def noise(model, images, labels, eps=0.068, *, clip=True, seed=0, index=None):
+def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
     check_inputs(model, images, eps, clip)
-    adv = images + eps * noise_like(images, index, seed, NOISE, 0)
-    return adv.clamp(0, 1) if clip else adv
+    return project(images + eps * noise_like(images, index, seed, NOISE, 0), images, eps, clip)
 
 
 # --- SPSA: L-infinity, without gradients ---------------------------------------------------------
 
 def adam(grad, m, v, t, lr):
-    """Return the change that Adam subtracts in step t = 1, 2, ... (Kingma & Ba 2015).
+    """Return the change that Adam (Kingma & Ba 2015) subtracts in step t = 1, 2, ...
 
-    The betas are the default ones. m, v: the moments, updated in place.
+    m, v: the moments, updated in place.
     """
     m.lerp_(grad, 0.1)                                          # m = 0.9 m + 0.1 g
     v.mul_(0.999).addcmul_(grad, grad, value=0.001)             # v = 0.999 v + 0.001 g^2
@@ -232,9 +220,8 @@ def adam(grad, m, v, t, lr):
 def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at centre c; the result is shaped as centre.
 
-    The estimate is mean_r (m(c + delta v_r) - m(c - delta v_r)) / (2 delta) v_r, over r = 1 ...
-    pairs, with delta = 0.01. v_r contains one random sign per entry. 16 bits of one random number
-    provide 16 signs.
+    The estimate is the mean of (m(c + delta v) - m(c - delta v)) / (2 delta) v over `pairs` tensors
+    v of random signs. 16 bits of one random number provide 16 signs.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
@@ -253,15 +240,14 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, legacy=False, clip=True,
-         seed=0, index=None):
+def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=True, seed=0,
+         index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
     The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with
     legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
-    One image costs up to 2 * pairs * steps = 10,240 forward passes. So an image is finished as soon
-    as its iterate is misclassified; this iterate is returned. Images that are misclassified without
-    an attack stay unchanged.
+    One image costs up to 2 * pairs * steps = 10,240 forward passes, so an image is finished as soon
+    as its iterate is misclassified.
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
     fooled = margin(clean_logits(model, images, eps, clip), labels) < 0
@@ -272,8 +258,8 @@ def spsa(model, images, labels, eps=6 / 255, *, steps=40, pairs=128, legacy=Fals
     s = SimpleNamespace(row=torch.arange(len(x), device=x.device), labels=labels, index=index,
                         x=x, low=low, high=high, m=torch.zeros_like(x), v=torch.zeros_like(x))
 
-    # Choose how many images to process together. 16 sign vectors make 32 probes per image, and all
-    # probes must fit into the CPU's cache or the GPU's memory.
+    # 16 sign vectors make 32 probes per image. The probes of `size` images fit into the CPU's cache
+    # or the GPU's memory.
     values = 3 * 2 ** 17 if x.device.type == "cpu" else 2 ** 26
     size = max(1, values // x[0].numel() // 32)
     adv = images.clone()
@@ -307,13 +293,12 @@ def project_l1(v, radius):
 
 
 @torch.no_grad()
-def sld(model, images, labels, eps=10.0, *, steps=20, rescale=False, clip=True, seed=0,
-        index=None):
+def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=0, index=None):
     """Sparse L1 descent: each step spends eps/10 on the 1 % of entries with the largest |grad CE|.
 
-    The entries share eps / 10 equally. eps: the bound of ||x_adv - x||_1, summed over all pixels
-    and channels. At 224 px, eps=10 is a mean change of 1/15000 per entry, so try 10, 50 and 100.
-    rescale: True scales x_adv - x down to the L1 ball, as cleverhans does; False projects it.
+    eps: the bound of ||x_adv - x||_1, summed over all pixels and channels. At 224 px, eps=10 is a
+    mean change of 1/15000 per entry, so try 10, 50 and 100. rescale: True scales x_adv - x down to
+    the L1 ball, as cleverhans does; False projects it.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
@@ -338,15 +323,14 @@ def sld(model, images, labels, eps=10.0, *, steps=20, rescale=False, clip=True, 
 def cw_round(model, images, labels, c, confidence, steps, lr):
     """Minimise ||x' - x||^2 + c max(margin + confidence, 0) by Adam, with x' = (tanh(w) + 1) / 2.
 
-    c: (B,). The start is x' = x. Returns the nearest successful iterates and their squared
-    distances (B,), inf if no iterate succeeded. An image is finished when its loss falls by less
-    than 2 % within a tenth of the steps. The authors' code instead stops the whole batch, at
-    0.01 %. Our rule needs a third of the time, and the distances are 1 % larger.
+    c: (B,). Returns the nearest successful iterates and their squared distances (B,), inf if no
+    iterate succeeded. An image is finished when its loss falls by less than 2 % within a tenth of
+    the steps. The authors' code instead stops the whole batch, at 0.01 %. Our rule needs a third of
+    the time, and the distances are 1 % larger.
     """
     far = torch.full_like(c, math.inf)
     found, distance = images.clone(), far.clone()
     w = torch.atanh(0.999999 * (2 * images - 1))
-    # s: the state of the unfinished images; row i belongs to image s.row[i]. m and v are Adam's.
     s = SimpleNamespace(row=torch.arange(len(w), device=w.device), x=images, labels=labels, c=c,
                         w=w, m=torch.zeros_like(w), v=torch.zeros_like(w),
                         near=images, distance=far, last_loss=far)
@@ -380,9 +364,8 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, 
 
     The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
     against distance. The attack searches c per image: c starts at c0 and grows tenfold until a
-    round succeeds, then bisection refines it. Every round begins at the clean image. The result is
-    always in [0, 1]. clip=False accepts images outside [0, 1] and clamps them first, as cleverhans
-    does with normalised images. An image for which every round fails stays unchanged.
+    round succeeds, then bisection refines it. clip=False accepts images outside [0, 1] and clamps
+    them first, as cleverhans does with normalised images.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
     check_inputs(model, images, clip=clip)

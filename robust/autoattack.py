@@ -1,12 +1,10 @@
 """AutoAttack and its members, L-infinity: APGD, APGD-T, FAB-T, Square (Croce & Hein 2020a).
 
-attacks.py describes the arguments and the result of an attack. The standard version of AutoAttack
-(`fra31/auto-attack`) runs APGD-CE, APGD-T, FAB-T and Square, in this order. Each attack gets the
-images that are still robust, that is, classified correctly after all attacks before it. An attack
-that fails returns the clean image. Finished images leave the batch at fixed steps, so the result
-for an image does not depend on the rest of its batch.
-
     adv = autoattack(model, images, labels, 8 / 255)
+
+attacks.py describes the arguments and the result of an attack. Here an attack that fails returns
+the clean image. Finished images leave the batch at fixed steps, so the result for an image does not
+depend on the rest of its batch. Source: `fra31/auto-attack`.
 """
 
 from functools import partial
@@ -31,8 +29,7 @@ def linf_norm(t):
 def dlr(logits, labels):
     """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)).
 
-    z_(i): the i-th largest logit. Shifting the logits or scaling them by a positive factor does not
-    change the loss.
+    z_(i): the i-th largest logit. Scaling the logits does not change the loss.
     """
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
@@ -66,9 +63,9 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
 
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
     follows the gradient of each surrogate in turn. draw: a different number gives a different
-    random start. Source: `fra31/auto-attack:autoattack/autopgd_base.py`. The source takes all steps
-    for every image. Here a misclassified image leaves the batch at the next multiple of ten steps.
-    The source and this function return the last misclassified iterate.
+    random start. Source: `autopgd_base.py`, which takes all steps for every image. Here a
+    misclassified image leaves the batch at the next multiple of ten steps. Both return the last
+    misclassified iterate.
     """
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps), image_numbers(images, index)
@@ -89,8 +86,8 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
 def climb(model, source, objective, s, steps, adv, robust):
     """Raise the model's loss along the gradient of the model `source`.
 
-    s: the state from `apgd`, one row per image. For every image that fools the model, the function
-    writes the adversarial image to adv, (B, 3, H, W), and False to robust, (B,).
+    s: the state from `apgd`, one row per image. Writes the images that fool the model to adv,
+    (B, 3, H, W), and False for these images to robust, (B,).
     """
     evaluate_point(s, model, source, objective)
     s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
@@ -117,13 +114,12 @@ def climb(model, source, objective, s, steps, adv, robust):
         s.best_grad = torch.where(better, s.grad, s.best_grad)
         s.best_loss = torch.maximum(s.loss, s.best_loss)
 
-        # Halve step sizes at checkpoints; the distance between checkpoints falls. Remove the fooled
-        # images every tenth step.
+        # Halve step sizes at checkpoints, which become more frequent.
         if i + 1 == checkpoint:
             halve(s, window)
             window = max(window - shrink, least)
             checkpoint += window
-        if i % 10 == 9 or i == steps - 1:
+        if i % 10 == 9 or i == steps - 1:               # remove the fooled images
             adv[s.row], robust[s.row] = s.adv, ~s.fooled
             s = select_rows(s, ~s.fooled)
             if not len(s.row):
@@ -142,14 +138,9 @@ def evaluate_point(s, model, source, objective):
 
 
 def halve(s, window):
-    """Halve the step of each image that made no progress, and restart it from its best point.
-
-    An image made no progress if its loss rose in at most three quarters of the last `window` steps.
-    The same holds if its step was not halved at the last checkpoint and its largest loss is still
-    the same.
-    """
-    few_rises = s.rises <= 0.75 * window
-    no_gain = ~s.halved & (s.checked_loss >= s.best_loss)
+    """Halve the step of each image that made no progress, and restart it from its best point."""
+    few_rises = s.rises <= 0.75 * window                        # of the last `window` steps
+    no_gain = ~s.halved & (s.checked_loss >= s.best_loss)       # since the last checkpoint
     s.halved = few_rises | no_gain
     s.step = torch.where(column(s.halved), s.step / 2, s.step)
     s.x = torch.where(column(s.halved), s.best_x, s.x)
@@ -162,7 +153,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
            seed=0, index=None):
     """Run APGD on the targeted DLR loss, once for each of the num_targets likeliest wrong classes.
 
-    surrogates: as in `apgd`; they are tried for every target class.
+    surrogates: as in `apgd`.
     """
     logits = clean_logits(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
@@ -179,16 +170,15 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
 
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
-def box_projection(v, w, b, low=0.0, high=1.0):
+def box_projection(v, w, b, low, high):
     """Return d, (B, n), with the smallest max|d| such that <w, v + d> = b, low <= v + d <= high.
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
 
     Method: move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v>
     by D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
-    from below reaches D(lam) = c exactly, in 3 to 6 rounds. The source,
-    `fra31/auto-attack:autoattack/fab_projections.py`, sorts and bisects; its d is the same, but it
-    is slower.
+    from below reaches D(lam) = c exactly, in 3 to 6 rounds. The source, `fab_projections.py`, sorts
+    and bisects, which gives the same d but is slower.
     """
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
@@ -196,7 +186,6 @@ def box_projection(v, w, b, low=0.0, high=1.0):
     slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
     lam, before = c / slopes.sum(1, keepdim=True).clamp_min(tiny), None
     while before is None or (lam > before).any():
-        # Coordinates with room <= lam reach their bound; as lam grows, more of them do.
         before, at_bound = lam, (room <= lam).to(w.dtype)
         used = (slopes * room * at_bound).sum(1, keepdim=True)
         slope = (slopes * (1 - at_bound)).sum(1, keepdim=True)
@@ -204,18 +193,12 @@ def box_projection(v, w, b, low=0.0, high=1.0):
     return -w.sign() * torch.minimum(lam, room)
 
 
-def within(adv, images, eps):
-    """Return whether every pixel moved by at most eps, (B,) bool."""
-    return ((adv - images).abs() <= eps).flatten(1).all(1)
-
-
 @torch.no_grad()
 def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0, index=None):
     """Find near adversarial images with FAB-T, for each of the likeliest wrong classes in turn.
 
-    The search for an image ends when an adversarial image within eps is found. Returns the clean
-    image if none is found. seed, index: not used, because nothing is random. Source:
-    `fra31/auto-attack:autoattack/fab_base.py`, without its restarts.
+    The search for an image ends when an adversarial image within eps is found. Source:
+    `fab_base.py`, without its restarts.
     """
     logits = clean_logits(model, images, eps, clip)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
@@ -232,7 +215,7 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
                 return adv
             fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
-                found = within(s.adv, s.x0, s.eps) & s.distance.isfinite()
+                found = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1) & s.distance.isfinite()
                 adv[s.row[found]] = s.adv[found]
                 s = select_rows(s, ~found)
     return adv
@@ -244,8 +227,7 @@ def fab_step(s, model, targets, low, high):
     x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
     b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
 
-    # Project x and the clean x0 onto the boundary. Take a point between the two projections, nearer
-    # to the projection of x.
+    # Project x and the clean x0 onto the boundary. Take a point between the two projections.
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
     a, a0 = linf_norm(d).clamp_min(1e-8).view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
@@ -267,10 +249,9 @@ def fab_step(s, model, targets, low, high):
 
 @torch.no_grad()
 def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
-    """Set random squares to +-eps, one random sign per channel; keep those that lower the margin.
+    """Set random squares to +-eps, one random sign per channel; keep squares that lower the margin.
 
-    The attack uses forward passes only. Finished images leave the batch every fifty queries.
-    Source: `fra31/auto-attack:autoattack/square.py`. In the source all images of a batch share the
+    The attack uses forward passes only. Source: `square.py`, where all images of a batch share the
     place and the signs of a square; here each image has its own.
     """
     logits = clean_logits(model, images, eps, clip)
@@ -305,11 +286,10 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
 
 
 def random_square(place, query, H, W):
-    """Return the mask of a square, (B, 1, H, W) bool.
+    """Return the mask of a square, (B, 1, H, W) bool, which shrinks as the queries grow.
 
-    place: (B, 2) in [0, 1), the corner: 0 is the top or left end of its range. The square becomes
-    smaller as the number of queries grows. The square never touches the last row and column, as in
-    the source.
+    place: (B, 2) in [0, 1), the corner: 0 is the top or left end of its range. The square never
+    touches the last row and column, as in the source.
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
@@ -334,7 +314,6 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                surrogates=(), clip=True, seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    An image counts as fooled when a separate forward pass misclassifies the attack's result.
     surrogates: for APGD-CE and APGD-T, as in `apgd`; the standard version has no surrogates. Prints
     how many images are still robust after each stage. InputError for fewer than 4 classes.
     """

@@ -5,8 +5,7 @@
 An attack that fails does not prove that a model is robust. The gradients may mislead the attack, or
 the attack may stop too early. Each of five checks prints PASS or FAIL and its numbers. FAIL means
 that attacks along the gradient overstate how robust the model is (Athalye et al. 2018, Carlini et
-al. 2019; `fra31/auto-attack:autoattack/checks.py`). Checks 2 to 4 use the budget at which the
-accuracy under PGD is nearest to half of the clean accuracy.
+al. 2019; `fra31/auto-attack:autoattack/checks.py`).
 """
 
 import argparse
@@ -25,7 +24,6 @@ FEW = 32                                        # images for slow attacks
 
 
 def is_right(model, images, labels):
-    """Return which images are classified correctly, (B,) bool."""
     return forward(model, images).argmax(1) == labels
 
 
@@ -35,7 +33,7 @@ def percent(*flags):
 
 
 def slack(labels):
-    """Return how many images may differ by chance: one image plus 1 % of the images."""
+    """Return how many images may differ by chance."""
     return 1 + len(labels) / 100
 
 
@@ -61,8 +59,7 @@ def steps_and_restarts(model, x, y, eps, steps=20, **options):
     """Check 2: five times the steps, or five restarts, fool no more images."""
     once, more = (is_right(model, pgd(model, x, y, eps, steps=n, **options), y)
                   for n in (steps, 5 * steps))
-    again = restarted(model, x, y, eps, restarts=5, steps=steps, **options)
-    again = is_right(model, again, y)
+    again = is_right(model, restarted(model, x, y, eps, restarts=5, steps=steps, **options), y)
     parts = {f"{5 * steps} steps fool no more images than {steps} steps":
              once.sum() - more.sum() <= slack(y),
              "5 restarts fool no more images": once.sum() - again.sum() <= slack(y)}
@@ -73,16 +70,14 @@ def steps_and_restarts(model, x, y, eps, steps=20, **options):
 def rivals(model, x, y, eps, others):
     """Checks 3 and 4: other attacks fool no more images than attacks along the gradient.
 
-    others: {name: function of (x, y) that returns adversarial images}. The attacks along the
-    gradient are PGD, APGD and APGD-T. APGD-T is left out for models with fewer than four classes.
+    others: {name: attack}.
     """
     x, y = x[:FEW], y[:FEW]
     attacks = [pgd, apgd]
-    if forward(model, x[:1]).shape[1] > 3:
+    if forward(model, x[:1]).shape[1] > 3:                      # APGD-T needs four classes
         attacks.append(partial(apgd_t, num_targets=3))
-    direct = [is_right(model, attack(model, x, y, eps), y) for attack in attacks]
-    direct = torch.stack(direct).all(0)
-    left = {name: is_right(model, attack(x, y), y) for name, attack in others.items()}
+    direct = torch.stack([is_right(model, f(model, x, y, eps), y) for f in attacks]).all(0)
+    left = {name: is_right(model, f(model, x, y, eps), y) for name, f in others.items()}
     parts = {f"gradients beat {name}": direct.sum() <= flags.sum() + slack(y)
              for name, flags in left.items()}
     return parts, (f"at {255 * eps:g}/255 on {len(y)} images {len(attacks)} attacks along the "
@@ -113,8 +108,8 @@ def sweep_to_zero(model, x, y, left):
 def run_checks(model, x, y, name="", twin=None):
     """Run and print all five checks of a classifier. Returns {number: passed}.
 
-    x: (B, 3, H, W) test images in [0, 1]; 48 images are enough. y: (B,) labels. twin: a
-    softmax-attention model; adversarial images for it are tried on `model` in check 4.
+    x: (B, 3, H, W) test images in [0, 1]. y: (B,) labels. twin: a softmax-attention model;
+    adversarial images for it are tried on `model` in check 4.
     """
     passed = {}
 
@@ -127,19 +122,17 @@ def run_checks(model, x, y, name="", twin=None):
     print(f"checks on {name}, {len(y)} images", flush=True)
     report(1, "the gradient exists and points uphill", *gradients(model, x, y))
     left = [is_right(model, pgd(model, x, y, eps), y) for eps in BUDGETS]
+    # Checks 2 to 4 use the budget at which the accuracy is nearest to half of the clean accuracy.
     half = left[0].sum() / 2
     eps = min(BUDGETS[1:], key=lambda eps: abs(left[BUDGETS.index(eps)].sum() - half))
     report(2, "more steps and restarts fool no more images",
            *steps_and_restarts(model, x, y, eps))
-    blind = {"noise": lambda x, y: noise(model, x, y, eps),
-             "SPSA": lambda x, y: spsa(model, x, y, eps, steps=20, pairs=64),
-             "Square": lambda x, y: square(model, x, y, eps, queries=1000)}
+    blind = {"noise": noise, "SPSA": partial(spsa, steps=20, pairs=64),
+             "Square": partial(square, queries=1000)}
     report(3, "attacks without gradients fool no more images", *rivals(model, x, y, eps, blind))
-    other = {}
-    if pap_steps(model, x):
-        other["adaptive APGD"] = lambda x, y: adaptive_apgd(model, x, y, eps)
+    other = {"adaptive APGD": adaptive_apgd} if pap_steps(model, x) else {}
     if twin is not None:
-        other["transfer from softmax"] = lambda x, y: apgd(twin, x, y, eps)
+        other["transfer from softmax"] = lambda model, x, y, eps: apgd(twin, x, y, eps)
     if other:
         report(4, "other gradients fool no more images", *rivals(model, x, y, eps, other))
     else:

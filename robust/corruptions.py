@@ -6,19 +6,16 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
 
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
-To add a corruption, write a function of (images, the severity's constants, random numbers) and add
-an entry to CORRUPTIONS, at the end of this file. The random numbers of an image depend on (seed,
-corruption, severity, index) alone: batch size, order, worker, process and device change nothing.
-For the same random numbers, the result agrees with the sources within one grey level
-(tests/test_corruptions.py). The functions compute with float32 grey levels, 0 to 255. Results are
-truncated, not rounded, as in the sources.
+To add a corruption, write a function of (images, the severity's constants, random numbers), and add
+an entry to CORRUPTIONS below and to CONSTANTS in severities.py. For the same random numbers, the
+result agrees with the sources within one grey level (tests/test_corruptions.py). The functions
+compute with float32 grey levels, 0 to 255. Results are truncated, not rounded, as in the sources.
 """
 
 import math
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Callable, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +27,7 @@ from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, mo
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
-# ImageNet-C's 15 corruptions, in ImageNet-C's order. Means and mCE are taken over these 15; a
-# corruption that you add does not change them.
+# ImageNet-C's 15 corruptions, in ImageNet-C's order. Means and mCE are taken over these 15 only.
 NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
          "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
          "elastic_transform", "pixelate", "jpeg_compression")
@@ -83,8 +79,8 @@ def defocus_blur(images, c):
     """Convolve with a disk; the image is reflected at its border pixels.
 
     Some kernels sum to slightly less than 1, as in the source, so white becomes 254. Float32 is too
-    coarse for this difference. So pixels of equal weight are added first, which is exact in
-    float32. Then the sums are weighted in float64 (float32 on mps).
+    coarse for this difference. So pixels of equal weight are added first, which is exact, and the
+    sums are weighted in float64 (float32 on mps).
     """
     H, W = images.shape[2:]
     kernel = disk(*c)
@@ -114,11 +110,10 @@ def draw_glass_blur(u, H, W, c):
 def glass_blur(images, c, shift):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
-    The source visits the pixels from the last to the first. It overwrites each pixel with the
-    pixel at a random shift. (It intends to swap the two, but swaps two views of one array.) If the
-    copied pixel was visited earlier, it was itself overwritten, so the copies form a chain.
-    Pointer doubling follows the chain for 32 steps. A chain continues with probability < 0.43 per
-    step, so 32 steps are enough.
+    The source visits the pixels from the last to the first and overwrites each pixel with the pixel
+    at a random shift. (It intends to swap the two, but swaps two views of one array.) If the copied
+    pixel was visited earlier, it was itself overwritten, so the copies form a chain. A chain
+    continues with probability < 0.43 per step, so pointer doubling follows it for 32 steps.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
@@ -155,8 +150,7 @@ def cropped(side, factor):
 
 def zoom_blur(images, c):
     """Average the image and enlarged copies of its centre."""
-    H, W = images.shape[2:]
-    x = images.float()
+    (H, W), x = images.shape[2:], images.float()
     total = x.clone()
     # By rounding, arange(1, 1.11, 0.01) includes the end 1.11 (severity 1), as in the source.
     factors = np.arange(1, *c).tolist()
@@ -207,10 +201,7 @@ def frost(images, c, texture):
 
 
 def draw_fog(u, H, W, c):
-    """Draw a plasma fractal by midpoint displacement on a torus of side 2^k.
-
-    Returns (B, H, W) in [0, 1].
-    """
+    """Draw a plasma fractal in [0, 1], (B, H, W): midpoint displacement on a torus of side 2^k."""
     step = side = 2 ** math.ceil(math.log2(max(H, W)))
     noise, wibble = 2 * u(side * side) - 1, 100.0
     m = torch.zeros(len(noise), side, side, device=noise.device)
@@ -255,19 +246,13 @@ def contrast(images, c):
 
 
 def draw_elastic_transform(u, H, W, c):
-    """Draw shifts of 3 corners and of all pixels.
-
-    Returns shifts up to +-c[2] pixels, (B, 3, 2), and fields in [-1, 1), (B, 2, H, W).
-    """
+    """Draw shifts of 3 corners, (B, 3, 2) up to +-c[2], and fields in [-1, 1), (B, 2, H, W)."""
     u = 2 * u(6 + 2 * H * W) - 1
     return c[2] * u[:, :6].view(-1, 3, 2), u[:, 6:].view(-1, 2, H, W)
 
 
 def elastic_transform(images, c, jitter, field):
-    """Apply an affine map that moves three corners by `jitter`, then shift pixels by `field`.
-
-    `field` is smoothed first and multiplied by alpha.
-    """
+    """Move three corners by `jitter` (an affine map), then all pixels by alpha * smoothed field."""
     (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
@@ -313,49 +298,41 @@ def jpeg_compression(images, c):
         return torch.stack([decode_jpeg(encode_jpeg(image, c)) for image in part])
     threads = torch.get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        parts = (pool.map if threads > 1 else map)(recode, images.cpu().chunk(threads))
-        return torch.cat(list(parts)).to(images.device)
+        parts = list(pool.map(recode, images.cpu().chunk(threads)))
+    return torch.cat(parts).to(images.device)
 
 
 # --- all of them ----------------------------------------------------------------------------------
 
-class Corruption(NamedTuple):
-    """One corruption: an entry in CORRUPTIONS."""
-    apply: Callable                   # (images uint8, constants, *drawn) -> images uint8
-    constants: dict | tuple           # one entry per severity, or {table: entries} with the
-                                      # tables 224, 64 and 32 (see severities.py)
-    draw: Callable | None = None      # (u, H, W, constants) -> more arguments of `apply`
-
-
+# name: (apply, draw). apply(images uint8, the severity's constants, *drawn) returns images uint8.
+# draw(u, H, W, constants) returns the random numbers `drawn`; None: there are none.
 CORRUPTIONS = dict(
-    gaussian_noise=Corruption(gaussian_noise, CONSTANTS["gaussian_noise"], draw_values),
-    shot_noise=Corruption(shot_noise, CONSTANTS["shot_noise"], draw_values),
-    impulse_noise=Corruption(impulse_noise, CONSTANTS["impulse_noise"], draw_values),
-    defocus_blur=Corruption(defocus_blur, CONSTANTS["defocus_blur"]),
-    glass_blur=Corruption(glass_blur, CONSTANTS["glass_blur"], draw_glass_blur),
-    motion_blur=Corruption(motion_blur, CONSTANTS["motion_blur"], draw_motion_blur),
-    zoom_blur=Corruption(zoom_blur, CONSTANTS["zoom_blur"]),
-    snow=Corruption(snow, CONSTANTS["snow"], draw_snow),
-    frost=Corruption(frost, CONSTANTS["frost"], draw_frost),
-    fog=Corruption(fog, CONSTANTS["fog"], draw_fog),
-    brightness=Corruption(brightness, CONSTANTS["brightness"]),
-    contrast=Corruption(contrast, CONSTANTS["contrast"]),
-    elastic_transform=Corruption(elastic_transform, CONSTANTS["elastic_transform"],
-                                 draw_elastic_transform),
-    pixelate=Corruption(pixelate, CONSTANTS["pixelate"]),
-    jpeg_compression=Corruption(jpeg_compression, CONSTANTS["jpeg_compression"]),
+    gaussian_noise=(gaussian_noise, draw_values),
+    shot_noise=(shot_noise, draw_values),
+    impulse_noise=(impulse_noise, draw_values),
+    defocus_blur=(defocus_blur, None),
+    glass_blur=(glass_blur, draw_glass_blur),
+    motion_blur=(motion_blur, draw_motion_blur),
+    zoom_blur=(zoom_blur, None),
+    snow=(snow, draw_snow),
+    frost=(frost, draw_frost),
+    fog=(fog, draw_fog),
+    brightness=(brightness, None),
+    contrast=(contrast, None),
+    elastic_transform=(elastic_transform, draw_elastic_transform),
+    pixelate=(pixelate, None),
+    jpeg_compression=(jpeg_compression, None),
 )
-ANY_SIZE = Corruption(elastic_any_size, CONSTANTS["elastic_any_size"], draw_elastic_any_size)
 ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 
 
 def table_of(H, W):
     """Return 224, 64 or 32, the table of constants for the shorter side of the images."""
-    return next(table for table, least in ((224, 128), (64, 48), (32, 0)) if min(H, W) >= least)
+    return 224 if min(H, W) >= 128 else 64 if min(H, W) >= 48 else 32
 
 
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
-    """Corrupt a batch; the same seed and index always give the same result for an image.
+    """Corrupt a batch. An image's random numbers depend on (seed, name, severity, index) alone.
 
     images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side. name: a key of CORRUPTIONS.
     severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images in their data set;
@@ -367,13 +344,14 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
                          f"expected uint8 (B, 3, H, W) and 1 to 5")
     (B, _, H, W), device = images.shape, images.device
     index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
-    apply, constants, draw = CORRUPTIONS[name]
+    (apply, draw), constants = CORRUPTIONS[name], CONSTANTS[name]
     if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
-        apply, constants, draw = ANY_SIZE
+        apply, draw = elastic_any_size, draw_elastic_any_size
+        constants = CONSTANTS["elastic_any_size"]
     if name == "frost":
         draw = partial(draw_frost, frost_dir=frost_dir)
-    c = constants[table_of(H, W)] if isinstance(constants, dict) else constants
-    c = c[severity - 1]
+    constants = constants[table_of(H, W)] if isinstance(constants, dict) else constants
+    c = constants[severity - 1]
     number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
 
     # Corrupt slices of the batch that fit into the caches of a CPU, or the memory of a GPU.

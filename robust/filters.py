@@ -13,14 +13,13 @@ import torch.nn.functional as F
 def quantise(x, guard=2 ** -12):
     """Turn grey levels into uint8: clip and truncate. Overwrites x.
 
-    The guard is added so that float32 rounding errors do not darken flat areas. On a CPU, the
-    conversion to uint8 is faster through int32.
+    The guard is added so that float32 rounding errors do not darken flat areas.
     """
-    return x.add_(guard).clamp_(0, 255).int().byte()
+    return x.add_(guard).clamp_(0, 255).int().byte()            # through int32: faster on a CPU
 
 
 def blur(x, kernel):
-    """Filter every channel with the same (h, w) kernel; x: float32, already padded."""
+    """Filter every channel with the same (h, w) kernel; x: already padded."""
     B, C, H, W = x.shape
     kernels = kernel.expand(B * C, 1, -1, -1)
     return F.conv2d(x.view(1, B * C, H, W), kernels, groups=B * C).unflatten(1, (B, C))[0]
@@ -37,8 +36,8 @@ def gaussian(radius, sigma):
 def disk(radius, sigma):
     """Return a disk-shaped kernel whose edge is smoothed by a small Gaussian, (side, side) float64.
 
-    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10.
-    Images therefore become slightly brighter, as in the source.
+    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10,
+    as in the source.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
     x, side = torch.arange(-half, half + 1), 2 * half + 1
@@ -58,7 +57,7 @@ def disk(radius, sigma):
 
 
 def gaussian_blur(x, sigma):
-    """Filter x, float32, with a Gaussian up to 4 sigma; borders repeat, as in scikit-image."""
+    """Filter x with a Gaussian up to 4 sigma; borders repeat, as in scikit-image."""
     radius = int(4 * sigma + 0.5)
     g = gaussian(radius, sigma).float().to(x.device)
     x = F.pad(x, [radius] * 4, mode="replicate")
@@ -68,8 +67,7 @@ def gaussian_blur(x, sigma):
 def motion(x, radius, sigma, angle):
     """Smear images along a line: a one-sided Gaussian over 2 * radius + 1 whole-pixel shifts.
 
-    x: (B, C, H, W) float32; borders are repeated. angle: (B,) in degrees. The result equals
-    ImageMagick's MotionBlur.
+    Borders repeat. angle: (B,) in degrees. The result equals ImageMagick's MotionBlur.
     """
     (B, C, H, W), reach = x.shape, 2 * radius
     i = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
@@ -128,9 +126,9 @@ def smoothing(size, sigma, device):
 
 
 def displace(x, sigma, shift):
-    """Smooth the shifts with a Gaussian and move each pixel by them.
+    """Smooth the shifts with a Gaussian of size sigma (down, across); move each pixel by them.
 
-    sigma: of the Gaussian, (down, across). shift: (B, 2, H, W), in pixels, across and down.
+    shift: (B, 2, H, W), in pixels, across and down.
     """
     H, W = x.shape[2:]
     S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
@@ -154,10 +152,7 @@ def boxes(size, n, device):
 
 
 def shrink(images, n):
-    """Shrink the height to n rows by averages over windows: (B, 3, H, W) to (B, 3, n, W) uint8.
-
-    The averages are rounded as by PIL's BOX filter.
-    """
+    """Shrink (B, 3, H, W) to n rows, uint8, by averages over windows, as PIL's BOX filter does."""
     member, length = boxes(images.shape[2], n, images.device)
     x = F.pad(images, (0, 0, 0, 1))
     total = x.index_select(2, member[0]).float()

@@ -20,10 +20,7 @@ FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
 
 
 def synthetic_frost(number):
-    """Draw a replacement for photograph `number`: noise with the photograph's spectrum and colours.
-
-    Ridges are added to the noise. Returns (3, 600, 900) uint8.
-    """
+    """Draw noise, (3, 600, 900) uint8, with the spectrum and colours of photograph `number`."""
     H, W = 600, 900
     mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
     frequency = torch.hypot(torch.fft.fftfreq(H)[:, None], torch.fft.rfftfreq(W))
@@ -33,16 +30,13 @@ def synthetic_frost(number):
     def standardise(x):
         return (x - x.mean()) / x.std()
     field = standardise(torch.fft.irfft2(torch.fft.rfft2(white) * amplitude, s=(H, W)))
-    field = standardise(0.6 * field + 0.4 * standardise(1 - 2 * field.abs()))
+    field = standardise(0.6 * field + 0.4 * standardise(1 - 2 * field.abs()))      # add ridges
     return quantise(255 * (mean[:, None, None] + std[:, None, None] * field))
 
 
 @lru_cache(maxsize=2)
 def load_frost(frost_dir):
-    """Load five textures, (3, h, w) uint8 each.
-
-    frost_dir: the folder of ImageNet-C's photographs; None: synthetic textures.
-    """
+    """Load the five photographs in frost_dir, or make synthetic ones: (3, h, w) uint8 each."""
     if frost_dir is None:
         return [synthetic_frost(number) for number in range(len(FROST))]
     from PIL import Image
@@ -55,7 +49,7 @@ def load_frost(frost_dir):
 def scaled_frost(frost_dir, scale, H, W, device):
     """Load and scale the textures; enlarge a texture that is too small for H x W pixels.
 
-    An enlarged texture is 10 % larger than needed, which leaves room for random crops.
+    An enlarged texture is 10 % larger than needed, as room for random crops.
     """
     textures = []
     for texture in load_frost(frost_dir):

@@ -1,7 +1,6 @@
-"""Metrics in the robustness tables: mCE and detection of outliers.
+"""Metrics in the robustness tables: mCE (ImageNet-C) and detection of outliers (ImageNet-O).
 
-Hendrycks & Dietterich 2019 (ImageNet-C), Hendrycks et al. 2021 (ImageNet-O). Plain functions on
-tensors.
+Hendrycks & Dietterich 2019, Hendrycks et al. 2021.
 """
 
 import torch
@@ -23,7 +22,7 @@ def mean_corruption_error(errors):
     return 100 * sum(errors[name] / alexnet for name, alexnet in ALEXNET.items()) / len(ALEXNET)
 
 
-def _counts(score, positive):
+def counts(score, positive):
     """Count true and false positives at or above each distinct score, highest first; float64."""
     score, order = score.cpu().double().sort(descending=True)             # mps has no float64
     positive = positive.cpu().double()[order]
@@ -37,16 +36,13 @@ def average_precision(score, positive):
 
     R: recall, P: precision. score: (n,), larger for positive examples. positive: (n,) bool.
     """
-    tp, fp = _counts(score, positive)
+    tp, fp = counts(score, positive)
     recall = tp / tp[-1]
     return (torch.diff(recall, prepend=recall.new_zeros(1)) * tp / (tp + fp)).sum().item()
 
 
 def auroc(score, positive):
-    """Return the area under the ROC curve in [0, 1]; a tie counts half.
-
-    score, positive: as in average_precision.
-    """
-    tp, fp = _counts(score, positive)
+    """Return the area under the ROC curve in [0, 1]; a tie counts half. Arguments: as above."""
+    tp, fp = counts(score, positive)
     zero = tp.new_zeros(1)
     return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()

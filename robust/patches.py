@@ -3,8 +3,7 @@
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
 Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the image's
-position in the batch alone. So every network gets the same corrupted patches, with the same pixels
-except for adversarial patches.
+position in the batch alone, so every network gets the same corrupted patches.
 """
 
 import torch
@@ -24,10 +23,7 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
         deviation 0.3 to n patches. "pixels" gives 12 single pixels random colours. "adversarial"
         changes one block of 2 x 2 patches to raise the model's loss, in 20 steps.
     patch: the side of a patch in pixels; S must be a multiple of it.
-    model, labels: used by "adversarial" only.
-
-    Returns:
-        the corrupted images, and which patches were corrupted, (B, P) bool.
+    Returns the corrupted images, and which patches were corrupted, (B, P) bool.
     """
     B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
     index = torch.arange(B, device=images.device)
@@ -68,10 +64,7 @@ def patches_to_pixels(hit, side, patch):
 
 @torch.no_grad()
 def adversarial_patches(model, images, labels, where):
-    """Raise the model's loss by changing only the pixels `where`, (B, 1, S, S) bool.
-
-    These pixels start grey and move along the sign of the loss gradient.
-    """
+    """Raise the model's loss: pixels `where`, (B, 1, S, S) bool, start grey, then rise along it."""
     x = torch.where(where, torch.full_like(images, 0.5), images)
     for step in range(20):
         _, _, grad = input_gradient(cross_entropy, model, x, labels)

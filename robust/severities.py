@@ -1,7 +1,7 @@
 """Constants of the corruptions at severities 1 to 5, from ImageNet-C's scripts.
 
-CONSTANTS[name][table] has one entry per severity. Table 224 is for images whose shorter side is at
-least 128 px, table 64 for 48 to 127 px, and table 32 for smaller images. The 244 in
+CONSTANTS[name] has one entry per severity, or three tables {224: entries, 64: entries, 32: entries}
+for images whose shorter side has at least 128 px, at least 48 px, or less. The 244 in
 elastic_transform is copied from ImageNet-C; it is not a misprint here.
 """
 

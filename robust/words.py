@@ -4,7 +4,7 @@ The attack replaces a share of the words by one meaningless word, `AAA` (Teo & N
 4.2, Table 3). The paper does not give the rate. The rate 0.015 per line comes from
 `KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
 
-    lines, swapped = word_swap(read_lines("wiki.test.tokens"))
+    lines, swapped = word_swap(lines)           # swapped: one bool per token, <eos> included
 """
 
 import random
@@ -24,14 +24,12 @@ STOP_WORDS = frozenset("""
 """.split())
 
 
-def word_swap(lines, rate=RATE, seed=0, word=WORD):
-    """Replace a share of the words by one meaningless word. Returns (lines, swapped).
+def word_swap(lines, seed=0, word=WORD):
+    """Replace max(int(RATE * words), 1) words per line, also in headings. Returns (lines, swapped).
 
     lines: strings of tokens with spaces between them. A word is a token with a letter or digit.
-    Stop words in lower case and <unk> are never replaced. max(int(rate * words), 1) words are
-    replaced per line, also in headings; rate 0 replaces none. swapped: one bool per token of the
-    text, with an <eos> after every line, so that the perplexity of the unchanged tokens can be
-    computed.
+    Stop words in lower case and <unk> are never replaced. swapped: one bool per token of the text,
+    with an <eos> after every line, so that you can compute the perplexity of unchanged tokens.
     """
     rng = random.Random(seed)
     parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and the spaces between
@@ -40,8 +38,8 @@ def word_swap(lines, rate=RATE, seed=0, word=WORD):
         words = [j for j, token in enumerate(line) if any(map(str.isalnum, token))]
         free = [(i, j) for j in words
                 if line[j] != "<unk>" and line[j].strip("'") not in STOP_WORDS]
-        count = max(int(rate * len(words)), 1) if rate else 0
-        chosen.update(rng.sample(free, min(count, len(free))))
+        count = min(max(int(RATE * len(words)), 1), len(free))
+        chosen.update(rng.sample(free, count))
 
     swapped = []
     for i, line in enumerate(parts):

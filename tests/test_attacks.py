@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from robust import adaptive, attacks
+from robust import adaptive, attacks, words
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, project_l1, restarted, sld,
                             spsa, spsa_gradient)
@@ -254,7 +254,7 @@ def test_noise_has_the_distribution_asked_for(net):
 
 def test_restarts_keep_first_fooling_start(net):
     model, images, labels = net[0], net[1][:60], net[2][:60]
-    often, eps = dict(steps=1, rel_step=0.05), 10 * EPS  # the random start decides
+    often, eps = dict(steps=1, alpha=EPS / 2), 10 * EPS  # the random start decides
     once, thrice = (restarted(model, images, labels, eps, restarts=n, **often) for n in (1, 5))
     first, both = (right(model, adv, labels) for adv in (once, thrice))
     assert torch.equal(first, right(model, pgd(model, images, labels, eps, **often), labels))
@@ -378,7 +378,7 @@ def test_attacks_reject_train_mode_and_large_pixels(name):
 
 # --- words ---------------------------------------------------------------------------------------
 
-def test_word_swap_takes_share_of_every_line():
+def test_word_swap_takes_share_of_every_line(monkeypatch):
     lines = [" = A Heading = ", " ", " The quick brown fox , twice @-@ daily , in 1999 . ",
              " of the and ", " <unk> <unk> ", " " + "word " * 400]
     out, swapped = word_swap(lines)
@@ -388,4 +388,5 @@ def test_word_swap_takes_share_of_every_line():
     assert all(swap or new == old for swap, new, old in zip(swapped, tokens, before, strict=True))
     assert [line.split().count("AAA") for line in out] == [1, 0, 1, 0, 0, 6]    # 0.015 * 400 = 6
     assert word_swap(lines) == (out, swapped) != word_swap(lines, seed=1)
-    assert word_swap([" 'the bears ' we ' eat 'fish' "], rate=1)[0] == [" 'the AAA ' we ' AAA AAA "]
+    monkeypatch.setattr(words, "RATE", 1)
+    assert word_swap([" 'the bears ' we ' eat 'fish' "])[0] == [" 'the AAA ' we ' AAA AAA "]

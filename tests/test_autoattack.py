@@ -131,7 +131,7 @@ def test_box_projection_equals_pyautoattack():
     share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of the largest change
     down, up = ((w.abs() * torch.where(w * side > 0, v, 1 - v)).sum(1) for side in (1, -1))
     b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
-    d = box_projection(v, w, b)
+    d = box_projection(v, w, b, 0, 1)
     assert (d - reference.projection_linf(v, w, b)).abs().max() < 1e-10
     feasible = share.abs() < 1
     assert ((w * (v + d)).sum(1) - b)[feasible].abs().max() < 1e-12 * n

@@ -1,5 +1,7 @@
 """The evaluator's checks pass for honest models and fail if robust accuracy is an illusion."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -63,8 +65,8 @@ def test_hidden_gradient_fails(linear, leak):
     model, eps = Rounded(inner, leak).eval(), 16 / 255
     assert ("no gradient all 0" in wrong(checks.gradients(model, x, y))) == (leak == 0)
     assert "loss rises" in wrong(checks.gradients(model, x, y))
-    blind = {"Square": lambda x, y: checks.square(model, x, y, eps, queries=300)}
-    other = {"transfer": lambda x, y: pgd(inner, x, y, eps)}
+    blind = {"Square": partial(checks.square, queries=300)}
+    other = {"transfer": lambda model, x, y, eps: pgd(inner, x, y, eps)}
     assert wrong(checks.rivals(model, x, y, eps, blind)) == {"gradients beat Square"}
     assert wrong(checks.rivals(model, x, y, eps, other)) == {"gradients beat transfer"}
     assert not wrong(checks.rivals(inner, x, y, eps, other))
@@ -83,7 +85,7 @@ def test_pgd_that_stops_early_fails(net):
     assert "10 steps fool no more images than 2 steps" in wrong(short)
     assert not wrong(checks.steps_and_restarts(*net, 6 / 255, steps=40))
     # the random start decides
-    starts = checks.steps_and_restarts(*net, 60 / 255, steps=1, rel_step=0.01)
+    starts = checks.steps_and_restarts(*net, 60 / 255, steps=1, alpha=0.6 / 255)
     assert "5 restarts fool no more images" in wrong(starts), starts
 
 

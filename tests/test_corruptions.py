@@ -236,11 +236,11 @@ def test_parameters_equal_the_three_scripts():
 
 
 def test_elastic_is_imagenet_c_at_three_sizes(monkeypatch):
-    used, own = [], corruptions.CORRUPTIONS["elastic_transform"]
+    used = []
     monkeypatch.setitem(corruptions.CORRUPTIONS, "elastic_transform",
-                        own._replace(apply=lambda images, *_: used.append(True) or images))
-    monkeypatch.setattr(corruptions, "ANY_SIZE", corruptions.ANY_SIZE._replace(
-        apply=lambda images, *_: used.append(False) or images))
+                        (lambda images, *_: used.append(True) or images, None))
+    monkeypatch.setattr(corruptions, "elastic_any_size",
+                        lambda images, *_: used.append(False) or images)
     for size in (224, 224), (64, 64), (32, 32), (96, 96), (64, 80):
         corrupt(scenes(1, *size), "elastic_transform", 3)
     assert used == [True, True, True, False, False]

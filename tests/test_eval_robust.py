@@ -206,8 +206,8 @@ def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
         return (images * (1 - c) + 255 * c * noise).byte()
 
     monkeypatch.setitem(eval_robust.ATTACKS, "push", partial(push, times=0.5))
-    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", corruptions.Corruption(
-        tint, (0.0, 0.1, 0.2, 0.3, 0.4), corruptions.draw_values))
+    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", (tint, corruptions.draw_values))
+    monkeypatch.setitem(corruptions.CONSTANTS, "tint", (0.0, 0.1, 0.2, 0.3, 0.4))
     make_checkpoint(tmp_path / "m.pt")
     run("--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2, "--measures", "clean",
         "push", "tint", "--eps", "4/255", "--out_dir", tmp_path / "r")
