@@ -19,17 +19,15 @@ the query on the axes.
     Thm. 1    v_dj = a_dj/g_j - mean_j' a_dj'/g_j       theorem_1; theoretical_values
     App. B    G~ from G (K~, K in the paper)            centre
     Eq. 12    attention with (I - S) v                  attend_scaled (attention.py learns S)
-    App. E.1  S_jj' = g_j' / (N g_j)                    attend_scaled; exact_scaling
+    App. E.1  S_jj' = g_j' / (N g_j)                    attend_scaled
     Eq. 13    J = mean(|phi(q)|^2 - |h|^2)              projection_error; projection_loss
     App. C    |phi(q)|^2 from A's first column          projection_error; log_phi2 (without A)
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
 The first part writes each equation as the paper prints it. The second part computes the same in
-logarithms, where long keys do not overflow; experiments use this part. studies/kernel_pca.py tests
-whether trained values agree with Theorem 1.
-
-Shapes in the first part: q (M, D), k (N, D), v (N, Dv). In the second part, any dimensions can come
-before: q (..., M, D), k (..., N, D), v (..., N, Dv). All numbers are float64.
+logarithms, where long keys do not overflow; studies/kernel_pca.py uses it. Shapes in the first
+part: q (M, D), k (N, D), v (N, Dv). In the second part, any dimensions can come before these. All
+numbers are float64.
 """
 
 import argparse
@@ -88,10 +86,7 @@ def features(x, k):
 
 
 def project_features(q, k, d):
-    """Compute the projections of `theorem_1` from the features themselves, (M, d): Eq. 4 to 10.
-
-    The sign of each u_d is arbitrary.
-    """
+    """Compute the projections of `theorem_1` from the features themselves, up to signs: (M, d)."""
     N, phi = len(k), features(k, k)
     phi = phi - phi.mean(0)                                                 # Eq. 4
     lam, u = top_eigh(phi.mT @ phi / N, d)                                  # Eq. 5
@@ -101,10 +96,7 @@ def project_features(q, k, d):
 
 
 def attend_scaled(q, k, v):
-    """Compute attention with the exact S of App. E.1.
-
-    I - S is a projection: g (I - S) v is g v minus its mean over tokens.
-    """
+    """Compute attention with the exact S of App. E.1: g (I - S) v is g v minus its mean."""
     S = g(k, k).mT / (len(k) * g(k, k))                                     # App. E.1
     return kernel(q, k) / g(q, k) @ (v - S @ v)                             # Eq. 12
 
@@ -119,23 +111,19 @@ def projection_error(q, k, h):
 
 # --- the equations in logarithms ------------------------------------------------------------------
 
-def log_kernel(x, y, causal=False):
-    """Compute log k(x_i, y_j), (..., M, N). causal: -inf for keys after k_i."""
-    t = x @ y.mT / math.sqrt(x.shape[-1])
-    if not causal:
-        return t
-    future = torch.ones_like(t, dtype=torch.bool).triu(1)
-    return t.masked_fill(future, -math.inf)
+def log_kernel(x, y):
+    """Compute log k(x_i, y_j), (..., M, N)."""
+    return x @ y.mT / math.sqrt(x.shape[-1])
 
 
-def log_g(x, k, causal=False):
+def log_g(x, k):
     """Compute log g(x_i), (..., M)."""
-    return log_kernel(x, k, causal).logsumexp(-1)
+    return log_kernel(x, k).logsumexp(-1)
 
 
-def attend(q, k, v, causal=False):
+def attend(q, k, v):
     """Compute softmax attention, h (..., M, Dv)."""
-    return log_kernel(q, k, causal).softmax(-1) @ v
+    return log_kernel(q, k).softmax(-1) @ v
 
 
 def log_gram(k):
@@ -176,10 +164,7 @@ def kernel_pca(k):
 
 
 def coefficients(axes, d):
-    """Return e^(-c/2) a_d of the first d axes, (..., N, d), with |u_d| = 1.
-
-    Beyond the rank the result is 0.
-    """
+    """Return e^(-c/2) a_d of the first d axes, (..., N, d), with |u_d| = 1; 0 beyond the rank."""
     sigma = axes.sigma[..., :d]
     keep = torch.arange(sigma.shape[-1], device=sigma.device) < axes.rank[..., None]
     length = torch.where(keep, sigma, torch.inf).rsqrt()
@@ -203,9 +188,9 @@ def kernel_projections(q, k, axes, d):
     return (dots - dots.mean(-1, keepdim=True)) @ coefficients(axes, d)
 
 
-def log_phi2(q, k, causal=False):
+def log_phi2(q, k):
     """Compute log |phi(q_i)|^2, (..., M)."""
-    return q.square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k, causal)
+    return q.square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
 
 
 def log_mean_exp(t):
@@ -213,13 +198,12 @@ def log_mean_exp(t):
 
 
 def projection_loss(log_phi2, h):
-    """Return J and its terms, which are means over tokens, (...) each.
+    """Return J and its terms, which are means over tokens, (...) each, capped at e^700.
 
     log_phi2: (..., M). h: (..., M, Dv). Returns a dict with
         phi2, h2, J: means of |phi(q)|^2 and of |h|^2, and their difference
         above: the share of tokens with |h|^2 > |phi(q)|^2
         rel_phi, rel_h: |J| / phi2 and |J| / h2
-    Terms are capped at e^700 to stay finite.
     """
     phi2, h2 = log_phi2.clamp(max=700).exp(), h.square().sum(-1)            # (..., M)
     m_phi, m_h = phi2.mean(-1), h2.mean(-1)
@@ -249,9 +233,9 @@ def basis(W):
 def ritz(axes, a):
     """Return the basis of a's column space in which G~ is diagonal, (..., N, Dv), largest first.
 
-    If eigenvectors of G~ span this space, the result is these eigenvectors, for every basis a of
-    the space. So eigen_cosine of the result stays the same if values v are replaced by v R, with an
-    invertible matrix R. Columns that float64 cannot resolve are 0.
+    If eigenvectors of G~ span this space, the result is these eigenvectors. So eigen_cosine of the
+    result stays the same if values v are replaced by v R, with an invertible matrix R. Columns that
+    float64 cannot resolve are 0.
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
@@ -259,33 +243,12 @@ def ritz(axes, a):
 
 
 def eigen_cosine(axes, a):
-    """Measure how close each column of a is to an eigenvector, G~ a = lambda N a.
+    """Return the cosine between each column of a and G~ a, (..., Dv).
 
-    Returns a dict of (..., Dv):
-        rho: e^c times the Rayleigh quotient
-        eig_cos: the cosine between a and G~ a; 1 for eigenvectors only, NaN for a = 0
-        wstd: e^c times the standard deviation of gamma = G~ a / (N a) with weights a^2, computed
-            without a division by a
-        wstd/lambda: wstd divided by rho / N, so e^c cancels
+    It is 1 only for eigenvectors, G~ a = lambda N a, and NaN for a = 0.
     """
-    N, Ga, length = a.shape[-2], axes.G @ a, a.norm(dim=-2)
-    rho = (a * Ga).sum(-2) / length.square()
-    wstd = (Ga - rho[..., None, :] * a).norm(dim=-2) / (N * length)
-    eig_cos = rho * length / Ga.norm(dim=-2)
-    return {"rho": rho, "eig_cos": eig_cos, "wstd": wstd, "wstd/lambda": wstd / (rho / N)}
-
-
-def exact_scaling(k, v):
-    """Return S v of attend_scaled for k, v (..., N, D), float64: (1/g_j) mean_j'(g_j' v_j').
-
-    Do not train with this function: for keys with standard deviation 2 (N = 197, D = 64), the
-    largest g is e^31 times the smallest. There is no causal version.
-    """
-    k, v = k.double(), v.double()
-    lg = log_g(k, k)[..., None]                                             # (..., N, 1)
-    top = lg.amax(-2, keepdim=True)
-    mean = ((lg - top).exp() * v).mean(-2, keepdim=True)
-    return (top - lg).clamp_max(700).exp() * mean                           # e^700: no inf * 0
+    Ga, length = axes.G @ a, a.norm(dim=-2)
+    return (a * Ga).sum(-2) / length.square() * length / Ga.norm(dim=-2)
 
 
 # --- robust PCA (App. D) --------------------------------------------------------------------------
@@ -293,10 +256,9 @@ def exact_scaling(k, v):
 def pcp(M, tol=1e-7, max_iter=1000):
     """Run principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
 
-    M: (N, D). Returns (L, S), each (N, D) float64. Stops at ||M - L - S||_F <= tol ||M||_F or after
-    max_iter steps. Source: the ADMM of Candes et al. 2011, with their lambd and mu; each step
-    updates L before S. Line 4 of the paper's Algorithm 2 differs: its threshold is mu, not 1/mu,
-    and it has -Y/mu, not +Y/mu. Algorithm 2 as printed diverges.
+    M: (N, D). Returns (L, S), each (N, D) float64. Source: the ADMM of Candes et al. 2011, with
+    their lambd and mu; each step updates L before S. Line 4 of the paper's Algorithm 2 differs: its
+    threshold is mu, not 1/mu, and it has -Y/mu, not +Y/mu. Algorithm 2 as printed diverges.
     """
     M = M.double()
     N, D = M.shape
@@ -354,18 +316,7 @@ def hand_example():
     yield "  gamma = G~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
     yield "  mean |gamma_i - gamma_j|, near 0,", "10/729", torch.pdist(gammas[:, None]).mean()
     yield "  but lambda_1 is not much larger", "1/54", sigma[0] / 4
-    yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)["eig_cos"][0].square()
-
-
-def hand():
-    """Print the worked example: each number by hand and computed."""
-    print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
-    print(f"  {'':42s}{'by hand':29s}computed")
-    for what, text, computed in hand_example():
-        computed = computed.reshape(-1).round(decimals=14) + 0.0            # 1e-17 is 0
-        shown = " ".join(f"{x:.4g}" for x in computed.tolist())
-        print(f"  {what:42s}{text:29s}{shown}")
-    print()
+    yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)[0].square()
 
 
 def difference(h, other):
@@ -379,10 +330,17 @@ def difference(h, other):
 def main():
     argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    hand()
+    print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
+    print(f"  {'':42s}{'by hand':29s}computed")
+    for what, text, computed in hand_example():
+        computed = computed.reshape(-1).round(decimals=14) + 0.0            # 1e-17 is 0
+        shown = " ".join(f"{x:.4g}" for x in computed.tolist())
+        print(f"  {what:42s}{text:29s}{shown}")
+
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)
     projections, h = theorem_1(q, k, 16)
+    print()
     print("Theorem 1 on 65 random keys, 16 axes: largest difference, divided by the largest |h|.\n"
           "All differences are rounding errors of float64, below 1e-11, also for long keys.\n")
     print("  attention and projections, as printed  ", difference(h, projections))

@@ -700,7 +700,7 @@ def draw_values():
     def scores(values, axes, theory):
         """Return cosine of a and G\u0303a, and CKA with Theorem 1's values, per head: (2, H)."""
         a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
-        cosine = kpca.eigen_cosine(axes, a)["eig_cos"].nanmean((0, 2))
+        cosine = kpca.eigen_cosine(axes, a).nanmean((0, 2))
         return torch.stack([cosine, cka(values, theory).mean(0)])
 
     for attn, x in layer_inputs(network("softmax"), scenes(16)[0]):

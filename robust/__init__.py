@@ -53,8 +53,8 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         and random numbers depend on (seed, number) alone. Otherwise our attacks count the images of
         a batch from 0.
 
-    Returns a dict of (n,) bool, True for a correct answer: "clean", each attack's name, and "worst",
-    under every attack.
+    Returns a dict of (n,) bool, True for a correct answer: "clean", the name of each attack, and
+    "worst", under every attack.
     """
     check_mode(model)
     right = {name: [] for name in ("clean", *attacks)}

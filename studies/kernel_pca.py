@@ -85,7 +85,7 @@ def exp_gamma(layer):
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
 
     def cosine(a):
-        return eigen_cosine(axes, ritz(axes, a))["eig_cos"].nanmean(-1)
+        return eigen_cosine(axes, ritz(axes, a)).nanmean(-1)
 
     out = {"eig_cos": {source: cosine(a_hat(v, axes.log_g)) for source, v in layer.values.items()}}
     if layer.scaled:

@@ -49,11 +49,7 @@ def check_heads(z):
     assert_close(explained_variance(span, Q), z["ev_v"])
     assert_close(explained_variance(span, u), z["ev_best"])
     assert_close(axes.sigma[:d].sum() / axes.sigma.sum(), z["ev_best"])
-    g = eigen_cosine(axes, a_hat(v, axes.log_g))
-    assert_close(g["eig_cos"], z["gamma_cos"])
-    assert_close(g["rho"] / len(k), z["gamma_rayleigh_scaled"])
-    assert_close(g["wstd"], z["gamma_wstd_scaled"])
-    assert_close(g["wstd/lambda"], z["gamma_wstd_scaled"] / z["gamma_rayleigh_scaled"])
+    assert_close(eigen_cosine(axes, a_hat(v, axes.log_g)), z["gamma_cos"])
     gv = a_hat(v, axes.log_g, scaled=True)
     assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
 
@@ -195,7 +191,7 @@ def test_controls_are_scaled_like_the_layer():
     assert_close(layer.values["other"][0], other, 1e-9)
     axes = layer.axes
     a = axes.log_g.exp()[..., None] * layer.raw["learned"]                  # v = G a
-    cosine = eigen_cosine(axes, ritz(axes, a))["eig_cos"].nanmean(-1)
+    cosine = eigen_cosine(axes, ritz(axes, a)).nanmean(-1)
     assert_close(EXPERIMENTS["gamma"](layer)["eig_cos, v = G a"]["learned"], cosine, 1e-9)
     assert "eig_cos, v = G a" not in EXPERIMENTS["gamma"](Layer(heads))
 
