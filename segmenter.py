@@ -15,10 +15,8 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
                                                   symmetric later      if attn="rpc", otherwise as
                                                                        in the encoder
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (in classifiers 1e-6)
-    encoder's class head   stored, unused         stored, unused       left out
     stride of evaluation   window; in miou.py     window               an argument
                            window - 32
-    batches of windows     from one view          from one view        from all views of an image
 """
 
 import math
@@ -38,13 +36,9 @@ from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 @dataclass
 class SegmenterConfig:
-    """Settings that rebuild a Segmenter. Fields of ViTConfig have the same meaning here.
-
-    InputError if the settings do not fit together.
-    """
+    """Settings that rebuild a Segmenter. Fields of ViTConfig have the same meaning here."""
     num_classes: int                  # K
-    image_size: int = 512             # pixels per side of the training crop; each patch of the
-                                      # crop has a position embedding
+    image_size: int = 512             # pixels per side of the training crop
     patch_size: int = 16
     embed_dim: int = 192
     depth: int = 12
@@ -55,9 +49,9 @@ class SegmenterConfig:
     pap: dict = field(default_factory=dict)     # settings of PAP in encoder and decoder
     drop_path: float = 0.1            # rate of stochastic depth in the encoder's last block
     eps: float = 1e-5                 # epsilon of every LayerNorm
-    decoder_attn: str = ""            # "softmax"; "symmetric"; "rpc": RPC in block 0, symmetric in
-                                      # later blocks. "" means "rpc" if attn is "rpc", otherwise
-                                      # the attention of the encoder's layers without RPC
+    decoder_attn: str = ""            # "softmax"; "symmetric"; "rpc": RPC in block 0, symmetric
+                                      # later; "": "rpc" if attn is "rpc", otherwise as in the
+                                      # encoder's layers without RPC
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
@@ -75,8 +69,7 @@ class SegmenterConfig:
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
         check_choice("decoder_attn", self.decoder_attn, known)
         if not 2 <= self.num_classes <= IGNORE:
-            raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}; label "
-                             f"{IGNORE} is ignored")
+            raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")
 
     @property
     def encoder(self):                # the ViTConfig of the encoder, a ViT without a head
@@ -90,8 +83,7 @@ class MaskDecoder(nn.Module):
     """Mask transformer: patch tokens (B, n, C) to one score per class, (B, n, K).
 
     One learned token per class joins the patch tokens in all decoder blocks. The score of a class
-    at a patch is the cosine between the class's token and the patch's token. A LayerNorm over the K
-    classes follows.
+    at a patch is the cosine between the two tokens. A LayerNorm over the K classes follows.
     """
 
     def __init__(self, config):
@@ -136,9 +128,8 @@ class Segmenter(nn.Module):
 
     def masks(self, images):
         """Return one logit per class and patch, (B, K, ceil(h/P), ceil(w/P)), float32 or wider."""
-        if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
-                             f"[0, 1] of shape (B, 3, h, w)")
+        if not images.is_floating_point():
+            raise ValueError(f"images are {images.dtype}, expected float in [0, 1]")
         P, encoder = self.config.patch_size, self.encoder
         x = (images - encoder.mean) / encoder.std
         x = F.pad(x, (0, -x.shape[3] % P, 0, -x.shape[2] % P))      # 0 is the mean colour
@@ -166,8 +157,8 @@ class Segmenter(nn.Module):
 def view(image, size, scale, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The long side is at most 4 * size * scale, the short side at most size * scale. If the short
-    side is smaller than the window, the image is enlarged to a short side that equals the window.
+    The long side is at most 4 * size * scale, the short side at most size * scale, but at least as
+    long as the window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
@@ -179,12 +170,8 @@ def view(image, size, scale, window):
 
 def window_corners(height, width, window, stride):
     """Return (top, left) of each window, row by row. The last windows end at the image's border."""
-    def starts(side):
-        if not 1 <= stride <= window <= side:
-            raise InputError(f"stride {stride}, window {window}, side {side}: expected 1 <= stride "
-                             f"<= window <= side")
-        return [*range(0, side - window, stride), side - window]
-    return [(top, left) for top in starts(height) for left in starts(width)]
+    tops, lefts = ([*range(0, side - window, stride), side - window] for side in (height, width))
+    return [(top, left) for top in tops for left in lefts]
 
 
 @torch.no_grad()
@@ -194,9 +181,9 @@ def view_logits(model, views, window, stride, batch_size):
     views: list of images (3, h, w), float in [0, 1]. The windows of all views go through the model
     together, batch_size at a time.
     """
-    if window % model.config.patch_size:
-        raise InputError(f"window {window} is not a multiple of the patch size "
-                         f"{model.config.patch_size}")
+    if window % model.config.patch_size or not 1 <= stride <= window:
+        raise InputError(f"window {window}, stride {stride}: expected a window that is a multiple "
+                         f"of the patch size {model.config.patch_size}, and 1 <= stride <= window")
     places = [(x, slice(top, top + window), slice(left, left + window))
               for x in views for top, left in window_corners(*x.shape[1:], window, stride)]
     crops = [x[:, rows, columns] for x, rows, columns in places]
@@ -221,11 +208,9 @@ def predict_classes(model, image, *, size, window, stride, scales=(1.0,), flip=F
     """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
 
     image: (3, h, w), uint8 or float in [0, 1]. size: pixels of the short side at scale 1. window,
-    stride: pixels. flip: also use a mirrored view per scale. The multi-scale evaluation of
-    rstrudel/segmenter has scales 0.5, 0.75, 1, 1.25, 1.5, 1.75 and flip.
-
-    The class has the largest softmax of the logits, averaged over the views. The function computes
-    a few classes at a time, because K maps of a large image need much memory.
+    stride: pixels. flip: also use a mirrored view per scale. The class has the largest softmax of
+    the logits, averaged over the views. The function computes a few classes at a time, because K
+    maps of a large image need much memory.
     """
     image, shape = image.to(next(model.parameters()).device), image.shape[1:]
     views = [view(image, size, scale, window) for scale in scales]
@@ -257,10 +242,7 @@ def predict_classes(model, image, *, size, window, stride, scales=(1.0,), flip=F
 # --- scores on a data set: pixel accuracy, mean accuracy, mean IoU -------------------------------
 
 def confusion(prediction, truth, num_classes):
-    """Count pixels per true class (row) and predicted class (column): (K, K) int64.
-
-    prediction, truth: class indices of the same shape. Pixels with truth 255 do not count.
-    """
+    """Count pixels per true class (row) and predicted class (column), without 255: (K, K) int64."""
     keep = truth != IGNORE
     t, p = truth[keep].long(), prediction[keep].long()
     return torch.bincount(num_classes * t + p, minlength=num_classes ** 2).view(num_classes, -1)
@@ -269,18 +251,21 @@ def confusion(prediction, truth, num_classes):
 def scores(confusion):
     """Compute the scores of a data set, in per cent, from its confusion matrix (K, K).
 
-    Returns a dict with
-        pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave NaN out
-        accuracy, iou: one number per class, NaN for an absent class
+    Returns a dict for a JSON file, rounded to 4 decimals, with
+        pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave absent classes out
+        accuracy, iou: one number per class, None for an absent class
         classes, classes_in_truth: how many classes mean_iou and mean_accuracy average
     """
+    def plain(numbers):
+        return [None if math.isnan(x) else round(x, 4) for x in numbers.tolist()]
+
     m = confusion.cpu().double()                          # mps has no float64
     right, truth, predicted = m.diagonal(), m.sum(1), m.sum(0)
     accuracy = 100 * right / truth                                              # 0 / 0 is NaN
     iou = 100 * right / (truth + predicted - right)
-    return dict(pixel_accuracy=(100 * right.sum() / m.sum()).item(),
-                mean_accuracy=accuracy.nanmean().item(), mean_iou=iou.nanmean().item(),
-                accuracy=accuracy.tolist(), iou=iou.tolist(),
+    means = plain(torch.stack([100 * right.sum() / m.sum(), accuracy.nanmean(), iou.nanmean()]))
+    return dict(zip(("pixel_accuracy", "mean_accuracy", "mean_iou"), means),
+                accuracy=plain(accuracy), iou=plain(iou),
                 classes=int((~iou.isnan()).sum()), classes_in_truth=int((truth > 0).sum()))
 
 
@@ -288,7 +273,7 @@ def scores(confusion):
 def predictions(model, source, index, *, change=None, amp=False, num_workers=0, **how):
     """Yield (image (3, H, W), label (H, W), prediction (H, W)), uint8, of source[i] for i in index.
 
-    The tensors are on the model's device. how: keywords of predict_classes. Others: see evaluate.
+    how: keywords of predict_classes. Others: see evaluate.
     """
     device = next(model.parameters()).device
     loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
@@ -302,7 +287,7 @@ def predictions(model, source, index, *, change=None, amp=False, num_workers=0, 
 
 
 def evaluate(model, source, *, index=None, rank=0, world=1, progress=None, **how):
-    """Evaluate a Segmenter on a data set. Returns (dict for a JSON file, confusion (K, K) int64).
+    """Evaluate a Segmenter on a data set. Returns `scores` and `images`, the number of images.
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
     0, and 255 is ignored. index: numbers i of the images to use (default: all). rank, world: each
@@ -311,11 +296,8 @@ def evaluate(model, source, *, index=None, rank=0, world=1, progress=None, **how
         change: a function that corrupts an image before it is resized. change(images, [i]) takes
             image i of source, (1, 3, H, W) uint8, and returns the same shape and type.
         amp: compute in bf16. num_workers: decoding processes.
-
-    The dict contains the result of `scores`, rounded to 4 decimals, with None instead of NaN, and
-    `images`, the number of images.
     """
-    index = list(range(len(source))) if index is None else list(index)
+    index = list(range(len(source)) if index is None else index)
     K, training = model.config.num_classes, model.training
     matrix = torch.zeros(K, K, dtype=torch.int64, device=next(model.parameters()).device)
     mine = index[rank::world]
@@ -327,15 +309,7 @@ def evaluate(model, source, *, index=None, rank=0, world=1, progress=None, **how
         dist.all_reduce(matrix)
     if not matrix.any():
         raise InputError(f"none of the {len(index)} images has a labelled pixel")
-    return dict(plain(scores(matrix)), images=len(index)), matrix
-
-
-def plain(metrics):
-    """Prepare metrics for a JSON file: round to 4 decimals, replace NaN by None."""
-    def number(x):
-        return None if math.isnan(x) else round(x, 4)
-    return {name: [number(x) for x in value] if isinstance(value, list) else number(value)
-            for name, value in metrics.items()}
+    return dict(scores(matrix), images=len(index))
 
 
 # --- weights from files --------------------------------------------------------------------------

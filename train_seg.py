@@ -249,9 +249,9 @@ def evaluate_only(args, rank, world, device):
             def corrupted(images, numbers):
                 return corrupt(images, kind, severity, seed=args.seed, index=numbers,
                                frost_dir=args.frost_dir)
-            result, _ = evaluate(model, test, size=size, index=index, rank=rank, world=world,
-                                 change=None if clean else corrupted, progress=kind,
-                                 num_workers=args.num_workers, **views)
+            result = evaluate(model, test, size=size, index=index, rank=rank, world=world,
+                              change=None if clean else corrupted, progress=kind,
+                              num_workers=args.num_workers, **views)
             del result["images"]                        # the row has this number
             results.append(result)
         numbers = results[0] if clean else {k: [r[k] for r in results] for k in results[0]}
@@ -426,8 +426,8 @@ def main():
         # each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
-            metrics, _ = evaluate(model, val, **evaluation, rank=rank, world=world,
-                                  progress="evaluating")            # _: the confusion matrix
+            metrics = evaluate(model, val, **evaluation, rank=rank, world=world,
+                               progress="evaluating")
             keys = key_statistics(model, forward=model.masks, inputs=images[:8])
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")

@@ -789,7 +789,7 @@ def draw_dense():
     figure.suptitle("Which objects does Segmenter find under fog?")
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
-        numbers[name] = evaluate(model, source, **how, change=change)[0]["mean_iou"]
+        numbers[name] = evaluate(model, source, **how, change=change)["mean_iou"]
         found = predictions(model, source, shown, change=change, **how)
         for row, (image, truth, prediction) in zip(grid, found):
             show(row[first], image)

@@ -245,7 +245,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data, monkeypatch):
         assert row["lr"] == pytest.approx(lr)
     assert step == 5
     trained = segmenter_from_checkpoint(common.load("a"))
-    found, _ = evaluate(trained, ade20k("pairs", "validation", 4), size=24, window=16, stride=12)
+    found = evaluate(trained, ade20k("pairs", "validation", 4), size=24, window=16, stride=12)
     assert [row["eval"] for row in rows("a") if "eval" in row] == [found]
     weights = trained.state_dict()
     for name, p in model.named_parameters():

@@ -16,7 +16,7 @@ from fixtures import ROOT
 from data.masks import Scenes, SegTree, TrainingViews
 from data.rng import epoch_order
 from runs import call, flags, log, make_pairs, refused
-from segmenter import (SegmenterConfig, confusion, plain, predict_classes, scores,
+from segmenter import (SegmenterConfig, confusion, predict_classes, scores,
                        segmenter_from_checkpoint)
 from vit import ViT, ViTConfig, resize_pos_embed
 
@@ -46,7 +46,7 @@ def test_the_checkpoint_alone_reproduces_the_mean_iou(capsys, monkeypatch):
     model, scenes = segmenter_from_checkpoint(checkpoint), Scenes("test", 8, 32)
     matrix = sum(confusion(predict_classes(model, image, size=32, window=32, stride=32), label,
                            11) for image, label in (scenes[i] for i in range(8)))
-    assert dict(plain(scores(matrix)), images=8) == evaluation == checkpoint["metrics"]
+    assert dict(scores(matrix), images=8) == evaluation == checkpoint["metrics"]
     assert checkpoint["classes"] == scenes.classes and checkpoint["step"] == 2
     assert (folder / "pictures.png").exists()
 
