@@ -20,7 +20,7 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -35,33 +35,23 @@ from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 
 @dataclass
-class SegmenterConfig:
-    """Settings that rebuild a Segmenter. Fields of ViTConfig have the same meaning here."""
-    num_classes: int                  # K
+class SegmenterConfig(ViTConfig):
+    """Settings that rebuild a Segmenter: ViTConfig with other defaults, and those of the decoder."""
     image_size: int = 512             # pixels per side of the training crop
-    patch_size: int = 16
-    embed_dim: int = 192
-    depth: int = 12
-    num_heads: int = 3
-    mlp_ratio: float = 4.0
-    attn: str = "softmax"
-    rpc_layers: tuple = (0,)          # layers of the encoder with RPC-Attention
-    pap: dict = field(default_factory=dict)     # settings of PAP in encoder and decoder
-    drop_path: float = 0.1            # rate of stochastic depth in the encoder's last block
-    eps: float = 1e-5                 # epsilon of every LayerNorm
+    num_classes: int = 150            # K
+    drop_path: float = 0.1
+    eps: float = 1e-5
+    mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # of ImageNet, as in mmsegmentation
+    std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
     decoder_attn: str = ""            # "softmax"; "symmetric"; "rpc": RPC in block 0, symmetric
                                       # later; "": "rpc" if attn is "rpc", otherwise as in the
                                       # encoder's layers without RPC
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
-    mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # of ImageNet, as in mmsegmentation
-    std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
 
     def __post_init__(self):
-        encoder = self.encoder                          # a ViTConfig, which checks the settings
-        self.rpc_layers, self.pap = encoder.rpc_layers, encoder.pap
-        self.mean, self.std = encoder.mean, encoder.std
+        super().__post_init__()
         plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
         own = self.attn if self.attn == "rpc" else plain
         known = ("softmax", "symmetric", "rpc")
@@ -73,8 +63,8 @@ class SegmenterConfig:
 
     @property
     def encoder(self):                # the ViTConfig of the encoder, a ViT without a head
-        own = {f.name: getattr(self, f.name) for f in fields(ViTConfig) if hasattr(self, f.name)}
-        return ViTConfig(**{**own, "num_classes": 0})
+        own = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
+        return ViTConfig(**own | dict(num_classes=0))
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -178,8 +168,8 @@ def window_corners(height, width, window, stride):
 def view_logits(model, views, window, stride, batch_size):
     """Return the logits (K, h, w) of each view, averaged over the windows that cover a pixel.
 
-    views: list of images (3, h, w), float in [0, 1]. The windows of all views go through the model
-    together, batch_size at a time.
+    views: list of images (3, h, w). The windows of all views go through the model together,
+    batch_size at a time.
     """
     if window % model.config.patch_size or not 1 <= stride <= window:
         raise InputError(f"window {window}, stride {stride}: expected a window that is a multiple "

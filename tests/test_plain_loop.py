@@ -220,7 +220,7 @@ def test_a_segmentation_run_equals_the_plain_loop(alone, data, monkeypatch):
     call(train_seg.main, **f)
     f, tree = SimpleNamespace(**f), ade20k("pairs", "training", 4)
     torch.manual_seed(f.seed)
-    model = Segmenter(SegmenterConfig(4, 24, 8, attn="sym_asym", decoder_attn="symmetric",
+    model = Segmenter(SegmenterConfig(24, 8, 4, attn="sym_asym", decoder_attn="symmetric",
                                       decoder_dropout=0.3, **MICRO))
     groups = param_groups_weight_decay(model, 0.4, no_weight_decay_list=(
         "encoder.pos_embed", "encoder.cls_token", "decoder.cls_emb"))

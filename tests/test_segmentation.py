@@ -87,7 +87,7 @@ def test_distortion_agrees_with_opencv(golden):
 def test_normalised_padding_is_exactly_zero(golden):
     g = golden("seg_transforms")
     mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
-    config = SegmenterConfig(4)
+    config = SegmenterConfig(num_classes=4)
     torch.testing.assert_close(torch.tensor([config.mean, config.std]),
                                torch.stack([mean, std]).flatten(1), rtol=0,
                                atol=1e-6)

@@ -120,7 +120,7 @@ def test_parameter_counts_equal_upstream(kind, encoder, decoder):
 def test_rpc_decoder_and_gradients_equal_the_released_code(golden):
     a = golden("seg_decoder_rpc")
     K, P, C, H, side = a["config"].tolist()
-    d = MaskDecoder(SegmenterConfig(K, side * P, P, C, num_heads=H, decoder_heads=H, attn="rpc",
+    d = MaskDecoder(SegmenterConfig(side * P, P, K, C, num_heads=H, decoder_heads=H, attn="rpc",
                                     pap=dict(n_iter=6))).double()
     d.eval().load_state_dict({k[3:]: v for k, v in a.items() if k.startswith("sd/")})
     masks = d(a["x"].double()).mT.unflatten(2, (side, side))
