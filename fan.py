@@ -10,21 +10,17 @@ attention everywhere, also for the class token, as in `rachtsy/FAN:models/fan_sy
 A FAN differs from a ViT in four parts. A stack of convolutions, the stem, embeds the patches.
 Positions are sines and cosines. The MLP of each block is a `ChannelGate`. The class token joins
 after the blocks, so the blocks have N patch tokens.
-
-The stem has one convolution per factor 2 of patch_size. For patches of 4, NVlabs/FAN has fewer
-channels (3-48-192; models/fan.py:232) than the last two convolutions of fan_tiny here (3-96-192).
 """
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
 
-from attention import SelfAttention, check_choice, layer_attention, softmax_attention
+from attention import SelfAttention, layer_attention, softmax_attention
 from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
 FAN_SIZES = {                                                  # parameters at 224 px
@@ -33,20 +29,9 @@ FAN_SIZES = {                                                  # parameters at 2
 }
 
 
-@dataclass
 class FANConfig(ViTConfig):
-    """Settings that rebuild a FAN: ViTConfig and two fields. drop_path: the rate of every block."""
-    cls_depth: int = 2                # number of blocks with ClassAttention
-    class_attn: str = ""              # "softmax" or "symmetric" in these blocks; "": as in layers
-                                      # without RPC-Attention
+    """Settings that rebuild a FAN. patch_size: 2, 4, 8 or 16. drop_path: the rate of every block."""
     family = "fan "                   # prefix of the attention's name in tables; not a field
-
-    def __post_init__(self):
-        super().__post_init__()
-        plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
-        self.class_attn = self.class_attn or ("symmetric" if plain == "symmetric" else "softmax")
-        check_choice("class_attn", self.class_attn, ("softmax", "symmetric"))
-        check_choice("patch_size", self.patch_size, (2, 4, 8, 16))
 
     @property
     def num_tokens(self):             # N in the blocks: one token per patch
@@ -54,7 +39,10 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side."""
+    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side.
+
+    For patches of 4, fan_tiny has 3-96-192 channels; in NVlabs/FAN it has 3-48-192 (fan.py:232).
+    """
     steps = int(math.log2(patch_size))
     widths = [3, *(dim >> i for i in reversed(range(steps)))]
     layers = []
@@ -65,10 +53,7 @@ def stem(patch_size, dim):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the images of all processes, for CPUs.
-
-    On GPUs, nn.SyncBatchNorm.convert_sync_batchnorm(model) replaces this module by PyTorch's.
-    """
+    """BatchNorm2d over the images of all processes, for CPUs; GPUs have nn.SyncBatchNorm."""
 
     def forward(self, x):
         if not self.training or not dist.is_initialized():
@@ -161,13 +146,13 @@ class ChannelGate(nn.Module):
 class ClassAttention(nn.Module):
     """Attention of the class token, token 0, to all tokens: (B, N + 1, C) -> (B, 1, C).
 
-    attn: "softmax", or "symmetric", where the key of the class token is its query.
+    symmetric: the key of the class token is its query.
     """
 
-    def __init__(self, dim, num_heads, attn):
+    def __init__(self, dim, num_heads, symmetric):
         super().__init__()
         self.num_heads = num_heads
-        self.q = nn.Linear(dim, dim) if attn == "softmax" else None
+        self.q = None if symmetric else nn.Linear(dim, dim)
         self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(3))
 
     def forward(self, z):
@@ -192,8 +177,7 @@ class FANBlock(Block):
 class ClassBlock(FANBlock):
     """Block that updates the class token by attention and an MLP.
 
-    Attention and MLP do not change the patch tokens. The norms change them, and the last line
-    doubles them, as in NVlabs/FAN.
+    The norms change the patch tokens, and the last line doubles them, as in NVlabs/FAN.
     """
 
     def forward(self, x):
@@ -209,6 +193,7 @@ class FAN(ViT):
         """Make patch_embed, pos_embed, blocks and cls_attn_blocks."""
         C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
         how = dict(pap=c.pap, num_tokens=c.num_tokens)
+        symmetric = layer_attention(c.attn, 0, ()) == "symmetric"   # in layers without RPC
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.patch_embed.proj = stem(c.patch_size, C)
         self.pos_embed = Positions(c.image_size // c.patch_size, C)
@@ -216,8 +201,7 @@ class FAN(ViT):
             FANBlock(c, TokenAttention(C, H, c.layer_attn(i), **how), ChannelGate(C, H, hidden))
             for i in range(c.depth))
         self.cls_attn_blocks = nn.ModuleList(
-            ClassBlock(c, ClassAttention(C, H, c.class_attn), Mlp(C, hidden))
-            for _ in range(c.cls_depth))
+            ClassBlock(c, ClassAttention(C, H, symmetric), Mlp(C, hidden)) for _ in range(2))
 
     def forward(self, images):
         x = self.patch_embed(self.normalise(images)) + self.pos_embed()     # (B, N, C)

@@ -37,10 +37,7 @@ LM_SIZES = {
 
 @dataclass
 class LMConfig:
-    """Settings that rebuild an LM. The weights alone do not tell RPC and symmetric attention apart.
-
-    InputError if the settings do not fit together.
-    """
+    """Settings that rebuild an LM. RPC and symmetric attention have the same weights."""
     vocab_size: int                   # V
     context: int = 256                # T, tokens; the longest window
     embed_dim: int = 128              # C
@@ -69,17 +66,13 @@ class LMConfig:
     def reads_the_future(self):       # mean|k| runs over all tokens, also later ones
         return self.pap["mu_over"] == "all" and bool(self.rpc_layers)
 
-    @property
-    def num_tokens(self):             # T, under the name that ViTConfig uses
-        return self.context
-
 
 # --- modules --------------------------------------------------------------------------------------
 
 def sinusoids(context, dim):
     """Return position codes [sin(p f), cos(p f)], (T, C), with f_i = 10000^(-2i/C).
 
-    The position p counts from the end of the window: p = T-1 for its first token, 0 for its last.
+    The position p counts from the end of the window: 0 for its last token.
     """
     p = torch.arange(context - 1, -1, -1.0)[:, None]
     f = 10000 ** (-torch.arange(0, dim, 2) / dim)
@@ -117,7 +110,6 @@ class LM(nn.Module):
         self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
         self.drop = nn.Dropout(c.dropout)
 
-        # causal=True: a token attends to itself and earlier tokens only, in every step of PAP.
         self.blocks = nn.ModuleList(
             Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout,
                   attn=layer_attention(c.attn, i, c.rpc_layers), pap=c.pap, causal=True,
@@ -171,8 +163,7 @@ class LM(nn.Module):
         """Sample num_tokens more words: (B, T) int64 -> (B, T + num_tokens); call in eval mode.
 
         temperature: above 0; divides the log-probabilities. generator: a torch.Generator on the
-        device of tokens. The model runs on the last `context` tokens again for each word. Earlier
-        results cannot be reused, because positions count from the end.
+        device of tokens. Earlier results cannot be reused, because positions count from the end.
         """
         c = self.config
         if c.reads_the_future:
@@ -197,9 +188,8 @@ def lm_from_checkpoint(checkpoint):
 def reads_the_future(model):
     """Return whether the hidden state of a word depends on later words.
 
-    Runs the model on two texts that agree in the first half and differ in every later word. This
-    finds every attention without a causal mask. It finds mu_over="all" only if S is not zero, which
-    can need some training.
+    Runs the model on two texts that agree in the first half and differ in every later word. It
+    finds mu_over="all" only if S is not zero, which can need some training.
     """
     c, training = model.config, model.training
     half, words = c.context // 2, torch.Generator().manual_seed(0)
@@ -217,10 +207,10 @@ def reads_the_future(model):
 class AdaptiveSoftmax(nn.Module):
     """Output layer with clusters of rare words (Grave et al. 2017). Every cluster has width C.
 
-    The head has one logit per word below the first cutoff and one logit per cluster. The log p of a
-    rare word is the log p of its cluster plus the log p of the word within the cluster. So most
-    tokens cost a softmax over 20,000 words instead of 267,735. Cluster i (from 1) has the i-th
-    logit from the end of the head, as in lmtool. weight (V, C): the embedding. bias: (V,).
+    The head has one logit per word below the first cutoff and one logit per cluster: cluster i
+    (from 1) has the i-th logit from the end, as in lmtool. The log p of a rare word is the log p of
+    its cluster plus the log p of the word within the cluster. So most tokens cost a softmax over
+    20,000 words instead of 267,735. weight (V, C): the embedding. bias: (V,).
     """
 
     def __init__(self, cutoffs, dim):
@@ -268,8 +258,8 @@ MIN_ROWS = 64                             # rows per chunk; every chunk adds a g
 def chunked_nll(h, W, b, t):
     """Compute the cross-entropy (N,) of logits h W^T + b and targets t (N,); h (N, C), W (V, C).
 
-    Never stores all (N, V) logits, which take 26 GB for one batch of the paper. Computes chunks of
-    rows one by one, and computes each chunk again in the backward pass. N may be 0.
+    Never stores all (N, V) logits, which take 26 GB for one batch of the paper: computes them in
+    chunks of rows, and again in the backward pass. N may be 0.
     """
     def nll(h, t):      # autocast casts W in here, so gradients of W are summed in float32
         return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")

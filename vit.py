@@ -33,10 +33,7 @@ SIZES = {
 
 @dataclass
 class ViTConfig:
-    """Settings that rebuild a ViT. The weights alone do not tell RPC and symmetric attention apart.
-
-    InputError if the settings do not fit together.
-    """
+    """Settings that rebuild a ViT. RPC and symmetric attention have the same weights."""
     image_size: int = 224             # pixels per side
     patch_size: int = 16              # divides image_size
     num_classes: int = 1000           # 0: no head, as in the encoder of a Segmenter
@@ -97,11 +94,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with an attention and an MLP, (B, N, C) in and out.
+    """Pre-norm transformer block, (B, N, C) in and out: x + f(norm(x)) for attention and MLP.
 
-    Pre-norm: attention and MLP read normalised tokens, and their outputs are added to the tokens
-    that are not normalised. attn, mlp: modules. drop_path: the probability that an output is
-    dropped, per sample. eps: epsilon of both norms.
+    attn, mlp: modules. drop_path: the probability that an output is dropped, per sample.
     """
 
     def __init__(self, dim, attn, mlp, drop_path=0.0, eps=1e-6):
@@ -123,8 +118,8 @@ class Block(nn.Module):
 class PatchEmbed(nn.Module):
     """Turn images into patch tokens, row by row: (B, 3, h, w) -> (B, h/P * w/P, C).
 
-    A convolution with stride P and kernel P x P maps the 3 P P numbers of each patch to C. Any
-    module with output (B, C, h/P, w/P) can replace `proj`, for example a stack of convolutions.
+    A convolution with stride P maps the 3 P P numbers of each patch to C. Any module with output
+    (B, C, h/P, w/P) can replace `proj`, for example a stack of convolutions.
     """
 
     def __init__(self, patch_size, dim):
@@ -219,13 +214,11 @@ def load_timm(checkpoint):
     """Rebuild a ViT from weights with timm's names (DeiT, timm, rachtsy/KPCA_code), in eval mode.
 
     checkpoint: a dict {name: tensor}, or a dict that contains one as "model" or "state_dict". The
-    released code also stores its flags as "args": num_iter, lambd, robust, layer. Other files are
-    assumed to have softmax attention. Assumed, because no file stores it: heads are 64 wide, eps is
-    1e-6, and pixels are normalised as in ViTConfig.
+    released code also stores its flags as "args". Assumed, because no file stores it: heads are 64
+    wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
     state = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
-    state = {name.removeprefix("module.").removeprefix("_orig_mod."): w
-             for name, w in state.items()}
+    state = {re.sub(r"^(module\.)?(_orig_mod\.)?", "", name): w for name, w in state.items()}
     if "patch_embed.proj.weight" not in state:
         raise InputError(f"no ViT with timm's names: the weights begin with {list(state)[:3]}, "
                          f"expected patch_embed.proj.weight, ...")

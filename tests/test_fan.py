@@ -17,7 +17,6 @@ from runs import call, log
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
-         "symmetric, class queries": (dict(attn="symmetric", class_attn="softmax"), {}),
          "rpc": (dict(attn="rpc", pap=dict(n_iter=4, lambd=0.2)), {0: (4, 0.2)}),
          "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)),
                             {0: (2, 0.2), 1: (2, 0.2)})}
@@ -97,16 +96,15 @@ def test_gradients_equal_the_model_written_out(golden, kind):
 
 
 def test_parameters_and_multiplications_are_the_published_ones():
-    def build(attn, size="fan_tiny", **how):
+    def build(attn, size="fan_tiny"):
         with torch.device("meta"):
-            return FAN(FANConfig(**FAN_SIZES[size], attn=attn, **how)).eval()
+            return FAN(FANConfig(**FAN_SIZES[size], attn=attn)).eval()
 
-    def count(*which, **how):
-        return sum(p.numel() for p in build(*which, **how).parameters())
+    def count(*which):
+        return sum(p.numel() for p in build(*which).parameters())
     assert count("softmax") == 7_319_920 and count("symmetric") == count("rpc") == 6_801_136
     assert count("softmax", "fan_small") == 28_345_336
     assert count("symmetric", "fan_small") == 26_275_576
-    assert count("rpc", class_attn="softmax") == 6_875_248  # class attention with queries
     with FlopCounterMode(display=False) as products:
         build("softmax")(torch.zeros(1, 3, 224, 224, device="meta"))
     assert abs(products.get_total_flops() / 2e9 - 1.4753) < 1e-4  # 1.49 with the norms
@@ -168,14 +166,6 @@ def test_sync_batch_norm_replaces_every_norm():
     assert m.state_dict().keys() == before.keys() and torch.equal(m(x), logits)
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("bad", [dict(patch_size=32), dict(class_attn="rpc")])
-def test_wrong_settings_are_errors(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        FANConfig(**{**SMALL, **bad})
-
-
 # --- the scripts ---------------------------------------------------------------------------------
 
 TINY = dict(embed_dim=32, depth=2, num_heads=4)
@@ -218,7 +208,7 @@ def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
     model = fan_from_checkpoint(common.load("rpc"))
     config = model.config
-    assert (config.attn, config.class_attn) == ("rpc", "symmetric")
+    assert config.attn == "rpc" and model.cls_attn_blocks[0].attn.q is None     # symmetric
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
     assert common.load("rpc")["architecture"] == "fan"
     call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
