@@ -6,7 +6,6 @@ loses nothing.
 
 import json
 import os
-import re
 import shutil
 from argparse import Namespace
 from functools import partial
@@ -39,7 +38,7 @@ RANDOM = dict(
     cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup_epochs 1 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
         "--repeats 3 --drop_path 0.1 --adv_eps 2/255 --adv_steps 2",
-    lm="--attn softmax --cutoffs 5,10", seg="")
+    lm="--attn softmax --cutoffs 5,10 --eval_every 2", seg="")
 each = pytest.mark.parametrize("name", SCRIPTS)
 
 
@@ -68,12 +67,12 @@ def bad(name, *parts):
 def test_resumed_run_is_bit_identical(name):
     make_tree(classes=3, train=12)
     run = flags(RANDOM[name], "--clip 0.1")
-    train(name, run, "--max_steps 6 --out_dir whole")
-    train(name, run, "--max_steps 3 --out_dir parts")
-    if name != "lm":                        # only "parts" evaluated at step 3
+    train(name, run, "--max_steps 4 --out_dir whole")
+    train(name, run, "--max_steps 2 --out_dir parts")
+    if name != "lm":                        # only "parts" evaluated at step 2
         lines = Path("parts/log.jsonl").read_text().splitlines(True)
         Path("parts/log.jsonl").write_text("".join(row for row in lines if '"eval":' not in row))
-    resume(name, "parts --max_steps 6")                                     # remembers its flags
+    resume(name, "parts --max_steps 4")                                     # remembers its flags
     assert_same_run("whole", "parts")
     if name == "lm":
         assert_same_run("whole", "parts", "best.pt")
@@ -117,8 +116,7 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
     found, numbers = dict(top1=0.0, mean_accuracy=0.0, classes=4, images=1), iter(numbers)
 
     def evaluate(*args, **how):
-        metrics = {**found, what: next(numbers)}
-        return (metrics, None) if name == "seg" else metrics
+        return {**found, what: next(numbers)}
     monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
     # held-out images choose best.pt; three steps per epoch remain
     epoch = dict(cls="--num_images 54 --holdout 6 --eval_every 1", lm="--eval_every 3",
@@ -146,8 +144,8 @@ def test_a_loss_not_finite_keeps_the_last_good_state(name, monkeypatch):
 # --- what --resume keeps and rejects --------------------------------------------------------------
 
 @each
-def test_resume_rejects_changes_and_keeps_the_run(name):
-    train(name, "--max_steps 2 --out_dir a")
+def test_resume_rejects_other_runs_and_takes_flags(name):
+    train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
     whole, text = Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()
 
     def stored(**changed):
@@ -164,14 +162,6 @@ def test_resume_rejects_changes_and_keeps_the_run(name):
                        ("--batch_size 2", "batch_size: it was")):
         assert word in refused(SCRIPTS[name], "--resume a", flag)
     assert (Path("a/last.pt").read_bytes(), Path("a/log.jsonl").read_bytes()) == (whole, text)
-    assert call(SCRIPTS[name].get_args, "--resume a")[0].max_steps is None      # for one command
-    resume(name, "a --max_steps 3")
-    assert list(log("a")) == [1, 2, 3]
-
-
-@each
-def test_resumed_run_takes_changed_flags(name):
-    train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
     later = "--steps 40" if name == "lm" else "--weight_decay 0.5 --epochs 9"
     resume(name, "a --max_steps 3 --lr 1e-2 --clip 1e-9", later)
     checkpoint = common.load("a/last.pt")
@@ -234,24 +224,17 @@ def test_two_processes_equal_one(name):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-# The error names the flag, or the word after "->".
-BAD = dict(cls="""
---rpc_layers 9; --rpc_layers 2-0; --resume nowhere -> nowhere; --adv_eps 2 -> eps=2
---data_dir nowhere -> nowhere; --data cifar10 -> --data_dir; --num_images 10 -> batch_size
---init_from nowhere.pt -> nowhere
-""", lm="""
---context 100000; --sample nowhere -> nowhere; --prompt=purple -> purple; --rpc_layers 9
-""", seg="""
---data ade20k --data_dir nowhere -> nowhere; --backbone nowhere -> patch_size; --window 20
---stride 40; --num_classes 3 -> value 4
-""")
+BAD = dict(cls=("--rpc_layers 9", "--resume nowhere", "--data_dir nowhere", "--num_images 10"),
+           lm=("--rpc_layers 9", "--sample nowhere", "--prompt purple"),
+           seg=("--rpc_layers 9", "--data_dir nowhere", "--num_classes 3"))
 
 
 @each
 def test_bad_flags_end_in_one_line(name, monkeypatch):
-    for row in filter(None, re.split("; |\n", BAD[name])):
-        flag, _, word = row.partition(" -> ")
-        assert (word or flag.split()[0].strip("-")) in bad(name, "--max_steps 2", flag), row
+    words = {"--num_images 10": "batch_size", "--num_classes 3": "value 4"}
+    for flag in BAD[name]:
+        word = words.get(flag, flag.split()[1] if "rpc" not in flag else "rpc_layers")
+        assert word in bad(name, "--max_steps 2", flag), flag
     monkeypatch.setattr(common, "start_processes", lambda device: (0, 3, torch.device("cpu")))
     assert "expected a multiple of 3" in bad(name, "--max_steps 2")
     assert not list(Path(".").rglob("*.pt"))
