@@ -22,8 +22,7 @@ def training_curves(rows):
     """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
     curves = {}
     for row in rows:
-        found = {(name.replace("_per_s", " per second"), "training"): row[name]
-                 for name in ("loss", "images_per_s", "tokens_per_s") if name in row}
+        found = {("loss", "training"): row["loss"]} if "loss" in row else {}
         found |= {(name, "evaluation"): value for name, value in row.get("eval", {}).items()
                   if isinstance(value, float)}
         found |= {("share of nonzero S", f"layer {layer}, PAP step {i}"): share
@@ -38,39 +37,34 @@ def budget_curves(rows):
     """Convert the rows of results.jsonl to {attack: {key: (label, [(eps in 1/255, top-1 in %)])}}.
 
     The rows of a curve differ in eps only: `key` contains everything else. A curve begins with the
-    clean accuracy, at eps = 0, if the rows contain it. Measures without eps have no curve.
+    clean accuracy, at eps = 0, if the rows contain it.
     """
     same = (*MODEL, "data", "fingerprint", "seed")
-    clean = {row_key(row, same): row.get("top1") for row in rows if row["name"] == "clean"}
+    clean = {row_key(row, same): [(0, row["top1"])] for row in rows if row["name"] == "clean"}
     curves = {}
     for row in rows:
         settings = dict(row["settings"])
-        eps, start = settings.pop("eps", None), clean.get(row_key(row, same))
-        if eps is None or "top1" not in row:
-            continue
-        label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
-        panel = curves.setdefault(measure_text(row["name"], settings), {})
-        key = row_key(row | dict(settings=settings))
-        _, curve = panel.setdefault(key, (label, [] if start is None else [(0, start)]))
-        curve.append((255 * eps, row["top1"]))
-        curve.sort()
+        eps = settings.pop("eps", None)
+        if eps is not None:                                     # an attack with a budget
+            label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
+            panel = curves.setdefault(measure_text(row["name"], settings), {})
+            _, curve = panel.setdefault(row_key(row | dict(settings=settings)),
+                                        (label, clean.get(row_key(row, same), [])[:]))
+            curve.append((255 * eps, row["top1"]))
+            curve.sort()
     return curves
 
 
 def draw_panels(panels, path, xlabel):
-    """Draw {panel title: [(label, colour, style, [(x, y)])]} and write the figure to path."""
-    rows = -(-len(panels) // 2)
-    figure, axes = plt.subplots(rows, 2, squeeze=False, figsize=(9, 4.2 * rows),    # inches
-                                layout="constrained")
+    """Draw {panel title: [(label, [(x, y)])]} and write the figure to path."""
+    n = len(panels)
+    figure, axes = plt.subplots(n, squeeze=False, figsize=(6, 4.2 * n), layout="constrained")
     for ax, (title, lines) in zip(axes.flat, panels.items()):
-        for label, colour, style, points in lines:
-            ax.plot(*zip(*points), style, color=colour, label=label, markersize=4)
+        for label, points in lines:
+            ax.plot(*zip(*points), ".-", label=label)
         ax.set(title=title, xlabel=xlabel)
         ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-    for ax in axes.flat[len(panels):]:
-        ax.set_visible(False)
     figure.savefig(path)
-    plt.close(figure)
     print(path)
 
 
@@ -80,25 +74,20 @@ def main():
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = p.parse_args().folders
 
-    curves, results = {}, {}
-    for i, folder in enumerate(folders):
-        log, evaluations = folder / "log.jsonl", [folder / "results.jsonl",
-                                                  folder / "robust/results.jsonl"]
-        for panel, lines in training_curves(common.read_log(log) if log.exists() else []).items():
-            for name, points in lines.items():
-                style = ":" if name == "training" and panel == "loss" else "-"
-                curves.setdefault(panel, []).append((f"{folder}, {name}", f"C{i % 10}", style,
-                                                     points))
-        rows = [row for path in evaluations if path.exists() for row in common.read_log(path)]
-        for attack, models in budget_curves(rows).items():
-            results.setdefault(attack, []).extend((label, None, "o-", points)
-                                                  for label, points in models.values())
-    if not curves and not results:
+    curves, rows = {}, []
+    for folder in folders:
+        for panel, lines in training_curves(common.read_log(folder / "log.jsonl")).items():
+            curves.setdefault(panel, []).extend((f"{folder}, {name}", points)
+                                                for name, points in lines.items())
+        for name in ("results.jsonl", "robust/results.jsonl"):
+            rows += common.read_log(folder / name)
+    budgets = {attack: list(lines.values()) for attack, lines in budget_curves(rows).items()}
+    if not curves and not budgets:
         raise common.InputError(f"{folders[0]}: no rows to draw in log.jsonl or results.jsonl")
     if curves:
         draw_panels(curves, folders[0] / "curves.png", "training step")
-    if results:
-        draw_panels(results, folders[0] / "budgets.png", "eps in 1/255 of the pixel range")
+    if budgets:
+        draw_panels(budgets, folders[0] / "budgets.png", "eps in 1/255 of the pixel range")
 
 
 if __name__ == "__main__":

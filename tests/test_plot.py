@@ -30,7 +30,7 @@ def write(path, rows):
 
 def test_curves_have_the_numbers_of_the_rows():
     curves = plot.training_curves(LOG)
-    assert curves.keys() == {"loss", "top1", "images per second", "share of nonzero S"}
+    assert curves.keys() == {"loss", "top1", "share of nonzero S"}
     assert curves["loss"] == {"training": [(2, 2.0), (4, 1.0)], "evaluation": [(2, 1.5), (4, 0.5)]}
     assert curves["share of nonzero S"]["layer 0, PAP step 2"] == [(2, 0.25)]
 
