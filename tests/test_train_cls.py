@@ -1,6 +1,5 @@
 """Test train_cls.py alone; test_train.py tests the behaviour of all trainers."""
 
-import shutil
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -11,22 +10,13 @@ import torch
 import common
 import train_cls
 from data.shapes import load_shapes
-from runs import call, log, make_tree, refused
+from runs import call, log, refused
 from vit import SIZES, ViT, ViTConfig, classifier_from_checkpoint, resize_pos_embed
 
 pytestmark = pytest.mark.usefixtures("alone")
 SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 "
          "--batch_size 16").split()
-IMAGENET = ("--data imagenet --model nano --image_size 64 --batch_size 8 --epochs 2 "
-            "--warmup_epochs 1 --num_workers 0").split()
 train, bad = partial(call, train_cls.main), partial(refused, train_cls)
-
-
-@pytest.fixture(scope="module")
-def imagenet(tmp_path_factory):
-    root = tmp_path_factory.mktemp("imagenet")
-    make_tree(root, classes=3, train=6, sides=(40, 120), suffix="JPEG")
-    return root
 
 
 def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
@@ -63,25 +53,12 @@ def test_a_run_resumed_within_a_chunk_gets_equal_batches(monkeypatch):
             assert all(map(torch.equal, *parts))
 
 
-def test_broken_images_are_named_by_workers(imagenet):
-    shutil.copytree(imagenet, "broken")
-    path = Path("broken/val/n1/1.JPEG")
-    path.write_bytes(path.read_bytes()[:200])
-    line = bad(IMAGENET, "--data_dir broken --num_workers 2 --out_dir a")
-    assert "n1/1.JPEG" in line
-
-
-def test_init_from_sets_weights_and_model(imagenet, capsys):
+def test_init_from_takes_weights_of_a_run(capsys):
     train(SMALL, "--attn symmetric --max_steps 2 --out_dir sym")
     train(SMALL, "--max_steps 1 --init_from sym --out_dir rpc")     # the first step's lr is 1e-6
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
     assert "is new" not in capsys.readouterr().out
-    train(IMAGENET, "--image_size 16 --patch_size 4 --max_steps 1 --init_from sym --out_dir fine",
-          ["--data_dir", imagenet])
-    fine, patches = common.load("fine")["model"], "patch_embed.proj.weight"
-    assert "head for 3 classes is new" in capsys.readouterr().out and len(fine["head.weight"]) == 3
-    assert (fine[patches] - first[patches]).abs().max() < 1e-5
 
 
 def test_init_from_reads_files_of_timm_and_of_another_image_size(capsys):
@@ -96,21 +73,6 @@ def test_init_from_reads_files_of_timm_and_of_another_image_size(capsys):
     torch.testing.assert_close(after["pos_embed"], larger.detach(), rtol=0, atol=1e-5)
     Path("deit.pt").unlink()
     train("--resume like --max_steps 2")                            # no longer needs the file
-
-
-def test_init_from_loads_a_fan():
-    run = ("--model fan_tiny --num_images 8 --batch_size 4 --max_steps 1 --image_size 16 "
-           "--patch_size 4")
-    train(run, "--out_dir first")
-    train(run, "--init_from first --out_dir second")
-    first, second = (common.load(name)["model"] for name in ("first", "second"))
-    assert all((first[k] - second[k]).abs().max() < 1e-4 for k in first if k.endswith("weight"))
-
-
-def test_initialisation_is_pytorchs_unless_init_changes_it():
-    for flags, init in (("", "default"), ("--init trunc_normal", "trunc_normal")):
-        train(SMALL, "--attn softmax --max_steps 1 --out_dir", [init], flags)
-        assert common.load(init)["model_config"]["init"] == init
 
 
 def test_matrices_decay_also_in_scaled_attention():
