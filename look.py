@@ -5,15 +5,15 @@
     python look.py --ckpt out/folder_symmetric --image photos         # a folder: look.csv
     python look.py --ckpt weights/seg_shapes_rpc.pt                   # a Segmenter
 
-For a ViT and one image, look.py prints the likeliest classes and draws look.png. In a
-rendered scene, look.py first replaces six patches by noise, because S, the sparse part of the keys,
-should mark corrupted patches. Blue frames show these patches. The upper row of the picture shows
-where the class token attends in each layer, as a mean over heads. The percentage is the share of
-the attention that goes to the patches; the rest stays on the class token itself. Each layer with
-RPC-Attention has another row, with the size of S per patch after each step.
+For a ViT and one image, look.py prints the likeliest classes and draws look.png. In a rendered
+scene, look.py first replaces six patches by noise, because S, the sparse part of the keys, should
+mark corrupted patches. The upper row of the picture shows where the class token attends in each
+layer, as a mean over heads. The percentage is the share of the attention that goes to the patches;
+the rest stays on the class token itself. Each layer with RPC-Attention has another row, with the
+size of S per patch after each step. Layers are counted from 0.
 
-For a ViT and a folder of images, look.py writes a table: file, likeliest class, probability.
-For a Segmenter and one image, look.py draws the classes over the image. Layers are counted from 0.
+For a ViT and a folder of images, look.py writes a table: file, likeliest class, probability, and
+whether your training used the image. For a Segmenter and one image, look.py draws the classes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from attention import layer_inputs
 from data.datasets import DATASETS
-from data.images import central_square, read_image, walk_images
+from data.images import central_square, file_hash, read_image, walk_images
 from data.masks import palette
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
@@ -37,7 +37,7 @@ from vit import classifier_from_checkpoint
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
 FONT = ImageFont.load_default(size=16)
 FRAME = "#35d0ff"                           # around corrupted patches, as in the lecture
-# The colours of the maps from 0 to 1 as in the lecture: matplotlib's magma at nine points.
+# The colours of the maps from 0 to 1: matplotlib's magma at nine points.
 MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [181, 54, 122],
                       [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]]).float()
 
@@ -86,16 +86,15 @@ def draw_sheet(rows, notes, hit):
     page = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(page)
     patches = round(len(hit) ** 0.5)                                # per side
+    side = SIDE // patches - 1
     for y, row in enumerate(rows):
         for x, (title, picture) in enumerate(row):
             left, top = x * wide, y * high + LINE
             draw.text((left + 2, top - LINE), title, fill="black", font=FONT)
             page.paste(picture.resize((SIDE, SIDE), Image.Resampling.NEAREST), (left, top))
             for i in hit.nonzero()[:, 0].tolist():
-                box = [(i % patches) * SIDE // patches, (i // patches) * SIDE // patches,
-                       (i % patches + 1) * SIDE // patches, (i // patches + 1) * SIDE // patches]
-                draw.rectangle([left + box[0], top + box[1], left + box[2] - 1, top + box[3] - 1],
-                               outline=FRAME, width=2)
+                x0, y0 = left + i % patches * SIDE // patches, top + i // patches * SIDE // patches
+                draw.rectangle([x0, y0, x0 + side, y0 + side], outline=FRAME, width=2)
     for i, note in enumerate(notes):
         draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
     return page
@@ -106,8 +105,8 @@ def draw_sheet(rows, notes, hit):
 def class_attention(attn, x, steps):
     """Return the attention of the class token to each patch, mean over heads: (N - 1,).
 
-    x: the input of attn, (1, N, C). steps: attn.trace(x). With PAP, this is the attention of the
-    last step, otherwise the softmax of queries and keys, even if attn computes something else.
+    x: the input of attn, (1, N, C). steps: attn.trace(x), of which the last step counts. Without
+    PAP, this is the softmax of queries and keys, even if attn computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
@@ -123,7 +122,7 @@ def likeliest(model, images, classes, n):
                      zip(*(t.tolist() for t in probabilities)))
 
 
-def look_at_classifier(model, classes, image, noise, crop=1.0):
+def look_at_classifier(model, classes, image, noise, crop):
     """Print the likeliest classes and the size of S; return a picture of attention and S.
 
     image: (3, h, w) uint8. noise: the number of patches that become noise.
@@ -146,18 +145,16 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
         attention = class_attention(attn, x, steps)
         rows[0].append((f"layer {i}: {100 * attention.sum():.0f} %",
                         draw_map(attention, attention.max())))
-        if not steps:
-            continue
-        rows.append([])
+        if steps:
+            rows.append([])
         for n, step in enumerate(steps, 1):
             S = step["S"].abs().sum((1, 3))[0, 1:]                      # per patch: (P,)
             S = S / S.mean().clamp_min(1e-12)
             rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
             filled = 100 * (step["S"] != 0).double().mean()
-            means = [S[where].mean().item() for where in (hit, ~hit)] if noise else []
-            table.append([i, n, f"{filled:.0f} %", *(f"{mean:.2f}" for mean in means)])
-        if noise:                                                       # of the last step
-            on, off = means
+            on, off = S[hit].mean().item(), S[~hit].mean().item()
+            table.append([i, n, f"{filled:.0f} %", *[f"{on:.2f}", f"{off:.2f}"] * bool(noise)])
+        if steps and noise:                                             # of the last step
             word = "larger" if on > off else "smaller" if on < off else "not larger"
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
                             f"in layer {i}, step {n}; 1 is the mean over all patches.")
@@ -165,10 +162,10 @@ def look_at_classifier(model, classes, image, noise, crop=1.0):
     notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
              "patches."]
     if table:
-        header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * (noise > 0)]
+        header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * bool(noise)]
         print(f"\n{common.table(table, header)}")
         notes.append("|S| per patch: black is 0, light yellow is twice the mean.")
-    if table and noise:
+    if verdicts:
         print("\n".join(verdicts))
         notes.append("Blue frames: patches replaced by noise. S should be large there.")
     return draw_sheet(rows, notes, hit)
@@ -202,8 +199,11 @@ def look_at_segmenter(model, classes, image):
 
 # --- a classifier and a folder --------------------------------------------------------------------
 
-def classify_folder(model, classes, folder, crop=1.0):
-    """Classify each image in a folder and its subfolders: [(file, class, probability)]."""
+def classify_folder(model, classes, folder, crop, seen):
+    """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
+
+    seen: hashes of the images that the training used. With them, a row ends with "yes" or "no".
+    """
     rows = []
     for path in walk_images(folder):
         try:
@@ -212,7 +212,8 @@ def classify_folder(model, classes, folder, crop=1.0):
             print(f"left out: {error}")
             continue
         probability, k = model(image[None] / 255)[0].softmax(0).max(0)
-        rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}"))
+        used = ["yes" if file_hash(path) in seen else "no"] if seen else []
+        rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}", *used))
     return rows
 
 
@@ -223,11 +224,11 @@ def main():
     crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
     segmenter = checkpoint["task"] == "segmentation"
     rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
-    model = rebuild(checkpoint).requires_grad_(False)
+    model, seen = rebuild(checkpoint).requires_grad_(False), checkpoint.get("seen", [])
 
     if args.image and Path(args.image).is_dir():
-        header = ["file", "class", "probability"]
-        rows = classify_folder(model, classes, args.image, crop)
+        header = ["file", "class", "probability", *["used in training"] * bool(seen)]
+        rows = classify_folder(model, classes, args.image, crop, seen)
         print(common.table(rows, header))
         out = args.out or "look.csv"
         with open(out, "w", newline="", encoding="utf-8") as file:
@@ -237,6 +238,8 @@ def main():
 
     if args.image:
         image, noise = read_image(args.image), args.noise or 0
+        if file_hash(args.image) in seen:
+            print("the training used this image, so the answer does not count as a test")
     else:
         scenes = load_shapes("test", args.scene + 1, model.config.image_size)
         image, noise = scenes.images[args.scene], 6 if args.noise is None else args.noise

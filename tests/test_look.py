@@ -13,6 +13,7 @@ import look
 from fixtures import ROOT
 from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_photos
+from data.images import file_hash
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from vit import ViT, ViTConfig
@@ -159,6 +160,15 @@ def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
     # one image alone
     one = run("--ckpt", path, "--image", folder / "a" / "0.PNG", "--out", tmp_path / "a.png")
     assert one.split()[1:3] == [rows[0][1], f"{100 * float(rows[0][2]):.1f}"]
+
+    # a network that was trained on one of the images
+    common.save(path, common.load(path) | dict(seen=[file_hash(folder / "a" / "0.PNG")]))
+    run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
+    header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
+    assert header[3] == "used in training" and [row[3] for row in rows] == ["yes", "no"]
+    for name, used in (("a", True), ("b", False)):
+        one = run("--ckpt", path, "--image", folder / name / "0.PNG", "--out", tmp_path / "a.png")
+        assert ("the training used this image" in one) == used
 
 
 def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
