@@ -47,8 +47,7 @@ def get_args():
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
-                   "train_cls.py or train_seg.py: a file, or the folder of a run (best.pt if the "
-                   "folder contains one, else last.pt; default: %(default)s)")
+                   "train_cls.py or train_seg.py, a file or a folder (default: %(default)s)")
     p.add_argument("--image", help="look at this image, or at a folder of images (default: a "
                    "rendered scene)")
     p.add_argument("--scene", type=int, default=35,
@@ -62,9 +61,8 @@ def get_args():
 # --- drawing --------------------------------------------------------------------------------------
 
 def to_picture(image):
-    """Convert an image (3, h, w), uint8 or float in [0, 1], to a Pillow image."""
-    pixels = image if image.dtype == torch.uint8 else (255 * image).round().byte()
-    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    """Convert an image (3, h, w), float in [0, 1], to a Pillow image."""
+    return Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy())
 
 
 def draw_map(x, largest):
@@ -77,10 +75,7 @@ def draw_map(x, largest):
 
 
 def draw_sheet(rows, notes, hit):
-    """Draw rows of (title, picture) pairs, and `notes`, lines of text, below the rows.
-
-    hit: (P,) bool, the patches that get a blue frame in every picture.
-    """
+    """Draw rows of (title, picture) pairs, `notes` below, and blue frames around patches `hit`."""
     wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
     size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
     page = Image.new("RGB", size, "white")
@@ -132,7 +127,7 @@ def look_at_classifier(model, classes, image, noise, crop):
     images, hit = corrupt_patches(clean, "noise", patch, n=noise)
     hit = hit[0]                                                        # (P,)
     if noise:
-        print(f"{int(hit.sum())} of {len(hit)} patches are noise")
+        print(f"{noise} of {len(hit)} patches are noise")
         print(f"answer without noise  {likeliest(model, clean, classes, 1)}")
     print(f"answer                {likeliest(model, images, classes, 3)}")
     print(f"The network can answer one of {len(classes)} classes: {', '.join(classes[:12])}"
@@ -159,8 +154,7 @@ def look_at_classifier(model, classes, image, noise, crop):
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
                             f"in layer {i}, step {n}; 1 is the mean over all patches.")
 
-    notes = ["Top: attention of the class token, each map on its own scale. %: share on the "
-             "patches."]
+    notes = ["Top: attention of the class token, each map on its own scale. %: on the patches."]
     if table:
         header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * bool(noise)]
         print(f"\n{common.table(table, header)}")
