@@ -11,12 +11,12 @@ from processes import run_command
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
-SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 3 --device cpu",
+SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2 --device cpu",
          "train_lm.py": "--data_dir docs/change.md --context 16 --steps 3 --batch_size 4 "
                         "--words 0 --device cpu",
          "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 "
                          "--num_workers 0 --device cpu",
-         "eval_robust.py": "--limit 16 --device cpu"}
+         "eval_robust.py": "--limit 8 --steps 2 --severities 3 --num_workers 0 --device cpu"}
 
 
 def blocks(language, text):

@@ -1,18 +1,15 @@
 """Compare lm.py with lmtool; test causality, probabilities of all words, and memory."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import common
 import lm
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
-from fixtures import ROOT
-from lm import LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint, reads_the_future
+from lm import LM, LM_SIZES, LMConfig, chunked_nll, reads_the_future
 from studies import leak
 from upstream import LMTOOL, lmtool_model
 
@@ -71,15 +68,11 @@ def test_parameter_counts_are_the_papers():
 
 
 class Own(torch.nn.Module):
-    """An attention that initialises its own parameters."""
+    """An attention that initialises its own parameter."""
 
     def __init__(self, layer):
         super().__init__()
         self.log_lambd = torch.nn.Parameter(torch.tensor(4.0).log())
-        self.gate = torch.nn.Linear(layer.dim, 4000)
-
-    def forward(self, q, k, v, layer):
-        return symmetric_attention(k, v, causal=layer.causal)
 
 
 def test_initial_weights_follow_lmtool_except_in_attentions(monkeypatch):
@@ -94,18 +87,12 @@ def test_initial_weights_follow_lmtool_except_in_attentions(monkeypatch):
         else:
             assert abs(p.std() - 0.02) < 5 * 0.02 / p.numel() ** 0.5, name
             assert abs(p.mean() - float("norm" in name)) < 5 * 0.02 / p.numel() ** 0.5, name
-    assert small(attn="scaled_alpha").blocks[0].attn.learned.s == 0
 
 
 def test_dropout_acts_everywhere_but_on_attention_weights():
     model = small(dropout=0.1).train()
     rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     assert rates == [0.1] * (1 + 3 * 3) and all(b.attn.attn_drop == 0 for b in model.blocks)
-    seen = []
-    model.drop.register_forward_hook(lambda *call: seen.append(call[-1]))
-    model.hidden(words())
-    # dropout acts on embedding + position, and on the final state
-    assert [(x == 0).any().item() for x in seen] == [True, True]
 
 
 def test_rpc_layers_have_rpc_and_all_others_symmetric():
@@ -143,33 +130,28 @@ def one_maximum(q, k, v, layer):
     return weights @ v / weights.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("size", LM_SIZES)
-def test_a_missing_causal_mask_is_found(size, monkeypatch):
-    def look(attn="mine", **pap):
-        torch.manual_seed(0)
-        model = LM(LMConfig(2000, **LM_SIZES[size], attn=attn, rpc_layers=(0,), pap=pap)).train()
-        state = torch.random.get_rng_state()
-        found = reads_the_future(model)
-        assert model.training and torch.equal(state, torch.random.get_rng_state())
-        return found
+def leaks(size, attn="mine"):
+    torch.manual_seed(0)
+    model = LM(LMConfig(2000, **LM_SIZES[size], attn=attn, rpc_layers=(0,)))
+    state = torch.random.get_rng_state()
+    found = reads_the_future(model)
+    assert model.training and torch.equal(state, torch.random.get_rng_state())
+    return found
+
+
+def test_a_missing_causal_mask_is_found(monkeypatch):
     kinds = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_alpha")
-    assert not any(map(look, kinds if size == "mini" else ("rpc",)))
+    assert not any(leaks("mini", kind) for kind in kinds)
     for mine, expected in ((lambda q, k, v, layer: symmetric_attention(k, v), True),
                            (look_ahead, True), (one_maximum, False)):
         monkeypatch.setitem(ATTENTIONS, "mine", (False, mine))
-        assert look() is expected
-
-
-def test_a_trained_model_with_mu_over_all_leaks():
-    model = lm_from_checkpoint(common.load(ROOT / "weights/pydoc_rpc.pt"))
-    assert not reads_the_future(model)
-    model.blocks[0].attn.pap["mu_over"] = "all"
-    assert reads_the_future(model)
+        assert leaks("mini") is expected
+    assert not leaks("paper")                                   # one_maximum, more rounding errors
 
 
 def test_training_exploits_mu_over_all_tokens():
-    assert leak.train("all", steps=120)[-1] < 0.1
-    assert abs(leak.train("seen", steps=120)[-1] - math.log(2)) < 2e-3
+    assert leak.train("all", steps=80)[-1] < 0.1
+    assert abs(leak.train("seen", steps=80)[-1] - math.log(2)) < 2e-3
 
 
 # --- output layer ---------------------------------------------------------------------------------
@@ -203,13 +185,6 @@ def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
         assert_close(x, y)
     assert max(made) <= max(num_logits, 11) and sum(made) == 2 * 7 * 11    # forward, backward
     assert torch.autograd.gradcheck(lambda *x: chunked_nll(*x, t), (h, W, b))
-
-
-def test_clusters_without_targets_have_zero_gradients():
-    model = small(cutoffs=OUTPUTS["adaptive"])
-    model(words(vocab_size=8), words(vocab_size=8, seed=2)).mean().backward()
-    assert model.bias.grad[:8].ne(0).all() and model.bias.grad[8:].eq(0).all()
-    assert model.adaptive.cluster_bias.grad.ne(0).all()
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -262,9 +237,3 @@ def test_long_windows_and_leaking_samplers_are_errors():
         small(attn="rpc", rpc_layers=(0,), pap=dict(mu_over="all")).generate(words(), 1)
     # no RPC layer, no leak
     assert small(pap=dict(mu_over="all")).generate(words(), 1).shape == (2, 13)
-
-
-def test_an_impossible_configuration_is_an_error():
-    for change in (dict(attn="linear"), dict(rpc_layers=(3,), attn="rpc")):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            replace(LMConfig(53, **SMALL), **change)

@@ -1,6 +1,5 @@
 """Compare vit.py with the published models; test weights from files, and errors."""
 
-import io
 import re
 from argparse import Namespace
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 import train_cls
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
 from common import InputError
-from vit import SIZES, Mlp, ViT, ViTConfig, load_timm, resize_pos_embed
+from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 VARIANTS = {"sym": dict(attn="symmetric"), "rpc_l0_n4_lam4": dict(attn="rpc"),
@@ -72,9 +71,7 @@ def test_timm_deit_weights_give_the_same_logits():
     ours = load_timm({"model": theirs.state_dict()})
     assert ours.config == ViTConfig(**SIZES["tiny"])
     images = torch.rand(2, 3, 224, 224)
-    colours = theirs.default_cfg["mean"], theirs.default_cfg["std"]
-    assert (ours.config.mean, ours.config.std) == colours
-    mean, std = (torch.tensor(x).view(3, 1, 1) for x in colours)
+    mean, std = (torch.tensor(theirs.default_cfg[x]).view(3, 1, 1) for x in ("mean", "std"))
     with torch.no_grad():
         torch.testing.assert_close(ours(images), theirs((images - mean) / std), rtol=1e-4,
                                    atol=1e-4)
@@ -91,7 +88,6 @@ def test_parameter_counts_are_the_papers(size):
         with torch.device("meta"):
             return sum(p.numel() for p in ViT(ViTConfig(**SIZES[size], attn=attn)).parameters())
     assert tuple(map(count, ("softmax", "symmetric", "scaled_s", "scaled_alpha"))) == COUNTS[size]
-    assert count("rpc") == COUNTS[size][1] and count("rpc_asym") == COUNTS[size][0]
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -111,17 +107,6 @@ def test_rpc_layers_choose_the_attention_per_layer(monkeypatch):
     assert ViTConfig(attn="rpc", rpc_layers=(3, 0)).rpc_layers == (0, 3)       # sorted
 
 
-def test_dropout_of_the_mlp_acts_in_training_only():
-    torch.manual_seed(0)
-    x, mlp, seen = torch.randn(4, 5, 48), Mlp(48, 96, drop=0.5), []
-    hidden = F.gelu(mlp.fc1(x))
-    assert torch.equal(mlp.eval()(x), mlp.fc2(hidden))
-    mlp.fc2.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    for zeros in (mlp.train()(x) == 0, seen[0] == 0):  # after fc2, after GELU
-        assert 0.4 < zeros.float().mean() < 0.6
-    torch.testing.assert_close(seen[0][seen[0] != 0], 2 * hidden[seen[0] != 0])
-
-
 def test_both_initialisations_have_their_standard_deviation():
     torch.manual_seed(0)
     std = {init: ViT(ViTConfig(attn="rpc", init=init)).blocks[0].attn.qkv.weight.std().item()
@@ -133,20 +118,12 @@ def test_both_initialisations_have_their_standard_deviation():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("attn", ("rpc", "scaled_s", "scaled_alpha"))
-def test_every_attention_exports_with_any_batch_size(attn):
-    """The ONNX file is written only if the package onnx is installed."""
-    m, images = small(attn=attn, pap=dict(n_iter=2)), torch.rand(5, 3, 32, 32)
+def test_rpc_exports_with_any_batch_size():
+    m, images = small(attn="rpc", pap=dict(n_iter=2)), torch.rand(5, 3, 32, 32)
     sizes = {0: torch.export.Dim("batch", max=99)}
     program = torch.export.export(m, (images[:3],), dynamic_shapes=(sizes,), strict=False)
     for part in (images[:1], images):
         torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
-    if attn != "rpc":
-        return
-    try:
-        torch.onnx.export(m, (images,), io.BytesIO(), dynamo=False, opset_version=17)
-    except torch.onnx.errors.OnnxExporterError as e:
-        assert str(e) == "Module onnx is not installed!"
 
 
 def test_drop_path_drops_samples_and_grows_by_layer():
@@ -191,14 +168,11 @@ def test_another_image_size_resizes_positions_as_deit(tmp_path, capsys):
     assert all(torch.equal(w, own[name]) for name, w in big.head.state_dict().items())
 
 
-@pytest.mark.parametrize("change,match", [
-    ({"norm.weight": None}, "norm.weight"), ({"blocks.1.attn.extra": (1,)}, "extra"),
-    ({"dist_token": (1, 1, 64)}, "dist_token"), ({"pos_embed": (1, 18, 64)}, "pos_embed"),
-    ({"patch_embed.proj.weight": None}, "no ViT with timm's names")])
-def test_weights_of_another_network_are_errors(change, match):
-    state = {**small(embed_dim=64, num_heads=1).state_dict(),
-             **{name: shape and torch.zeros(shape) for name, shape in change.items()}}
-    with pytest.raises((InputError, RuntimeError), match=match):
+@pytest.mark.parametrize("name,shape", [("norm.weight", None), ("dist_token", (1, 1, 64)),
+                                        ("pos_embed", (1, 18, 64))])
+def test_weights_of_another_network_are_errors(name, shape):
+    state = small(embed_dim=64, num_heads=1).state_dict() | {name: shape and torch.zeros(shape)}
+    with pytest.raises((InputError, RuntimeError), match=name):
         load_timm({name: w for name, w in state.items() if w is not None})
 
 
@@ -212,7 +186,7 @@ def test_load_timm_reads_the_released_names_of_scaled_attention(kind):
     assert "blocks.0.attn.s" in theirs and torch.equal(again(x), model(x))
 
 
-@pytest.mark.parametrize("key", ["model", "state_dict", None])
+@pytest.mark.parametrize("key", ["model", None])
 def test_load_timm_reads_weights_with_timms_names(key):
     model = ViT(ViTConfig(embed_dim=128, depth=2, num_heads=2, image_size=64)).eval()
     state = {f"module._orig_mod.{name}": w for name, w in model.state_dict().items()}
@@ -222,11 +196,9 @@ def test_load_timm_reads_weights_with_timms_names(key):
 
 @pytest.mark.parametrize("layer,layers", [(0, (0,)), (-1, (0, 1))])
 def test_load_timm_reads_the_attention_of_the_released_code(layer, layers):
-    how = dict(embed_dim=64, depth=2, num_heads=1, image_size=64, attn="rpc", rpc_layers=layers,
-               pap=dict(n_iter=2, lambd=3.0))
-    model, args = ViT(ViTConfig(**how)).eval(), Namespace(num_iter=2, lambd=3.0, robust=True,
-                                                          layer=layer)
-    loaded = load_timm(dict(model=model.state_dict(), args=args))
-    assert loaded.config == model.config
+    model = ViT(ViTConfig(embed_dim=64, depth=2, num_heads=1, image_size=64, attn="rpc",
+                          rpc_layers=layers, pap=dict(n_iter=2, lambd=3.0)))
+    args = Namespace(num_iter=2, lambd=3.0, robust=True, layer=layer)
+    assert load_timm(dict(model=model.state_dict(), args=args)).config == model.config
     with pytest.raises(InputError, match="symmetric or RPC"):
         load_timm(model.state_dict())
