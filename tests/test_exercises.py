@@ -73,7 +73,7 @@ def test_predictions_stand_beside_measured_values(tmp_path, monkeypatch):
     text, _ = exercises.judge(3, fill(tmp_path, 3, RIGHT[3]))
     measured = [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
     assert measured == pytest.approx([0.5, 2, 86, 0.9], rel=0.03)
-    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 4))
+    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 8))
     text, _ = exercises.judge(4, fill(tmp_path, 4, RIGHT[4]))
     measured = [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
     assert 0.4 < measured[0] < 0.6 < measured[1] < 0.9
