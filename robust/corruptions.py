@@ -6,10 +6,11 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
 
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
-To add a corruption, write a function of (images, the severity's constants, random numbers), and add
-an entry to CORRUPTIONS below and to CONSTANTS in severities.py. For the same random numbers, the
-result agrees with the sources within one grey level (tests/test_corruptions.py). The functions
-compute with float32 grey levels, 0 to 255. Results are truncated, not rounded, as in the sources.
+A corruption is a function of (images, c, u), an entry in CORRUPTIONS, and an entry in CONSTANTS in
+severities.py. images are uint8. c is the severity's constant or constants. u(n) draws (B, n)
+uniform numbers in [0, 1). For the same random numbers, the result agrees with the sources within
+one grey level (tests/test_corruptions.py). The functions compute with float32 grey levels, 0 to
+255. Results are truncated, not rounded, as in the sources.
 """
 
 import math
@@ -27,24 +28,17 @@ from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, mo
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
-# ImageNet-C's 15 corruptions, in ImageNet-C's order. Means and mCE are taken over these 15 only.
-NAMES = ("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur",
-         "motion_blur", "zoom_blur", "snow", "frost", "fog", "brightness", "contrast",
-         "elastic_transform", "pixelate", "jpeg_compression")
-
 
 # --- noise ----------------------------------------------------------------------------------------
-# In all functions below, images are uint8 and c is the severity's entry in CONSTANTS. In a draw
-# function, u(n) returns (B, n) uniform numbers in [0, 1); elsewhere u holds one number per value.
 
-def draw_values(u, H, W, c):
+def draw_values(images, u):
     """Draw one uniform number per pixel and channel: (B, 3, H, W)."""
-    return u(3 * H * W).view(-1, 3, H, W)
+    return u(images[0].numel()).view_as(images)
 
 
 def gaussian_noise(images, c, u):
     """Add Gaussian noise of standard deviation c, where white is 1."""
-    return quantise(normal(u).mul_(255 * c).add_(images))
+    return quantise(normal(draw_values(images, u)).mul_(255 * c).add_(images))
 
 
 @lru_cache(maxsize=10)
@@ -64,18 +58,19 @@ def shot_noise(images, c, u):
 
     Probabilities are rounded to multiples of 2^-16.
     """
-    index = images.int().mul_(2 ** 16).add_((u * 2 ** 16).int())
+    index = images.int().mul_(2 ** 16).add_((draw_values(images, u) * 2 ** 16).int())
     return shot_table(c, images.device).index_select(0, index.flatten()).view_as(images)
 
 
 def impulse_noise(images, c, u):
     """Set a share c of the values to 0 or 255, each channel of a pixel independently."""
+    u = draw_values(images, u)
     return images.masked_fill(u < c, 255).masked_fill_(u < c / 2, 0)
 
 
 # --- blur -----------------------------------------------------------------------------------------
 
-def defocus_blur(images, c):
+def defocus_blur(images, c, u):
     """Convolve with a disk; the image is reflected at its border pixels.
 
     Some kernels sum to slightly less than 1, as in the source, so white becomes 254. Float32 is too
@@ -107,7 +102,7 @@ def draw_glass_blur(u, H, W, c):
     return dy.mul_(W).add_(dx).long().view(-1, c[2], H - 2 * d, W - 2 * d)
 
 
-def glass_blur(images, c, shift):
+def glass_blur(images, c, u):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
     The source visits the pixels from the last to the first and overwrites each pixel with the pixel
@@ -117,6 +112,7 @@ def glass_blur(images, c, shift):
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
+    shift = draw_glass_blur(u, H, W, c)
     here = torch.arange(H * W, device=images.device).expand(B, -1)
     border = (d + 1, d - 1, d + 1, d - 1)
     inside = F.pad(torch.ones_like(shift[:, 0], dtype=torch.bool), border).flatten(1)
@@ -133,14 +129,9 @@ def glass_blur(images, c, shift):
     return quantise(gaussian_blur(x.float(), sigma))
 
 
-def draw_motion_blur(u, H, W, c):
-    """Draw an angle in degrees, (B,)."""
-    return u(1)[:, 0] * 90 - 45
-
-
-def motion_blur(images, c, angle):
-    """Smear along a line. angle: (B,), in degrees."""
-    return quantise(motion(images.float(), *c, angle))
+def motion_blur(images, c, u):
+    """Smear along a line at an angle from -45 to 45 degrees."""
+    return quantise(motion(images.float(), *c, u(1)[:, 0] * 90 - 45))
 
 
 def cropped(side, factor):
@@ -148,7 +139,7 @@ def cropped(side, factor):
     return math.ceil(side / float(factor))
 
 
-def zoom_blur(images, c):
+def zoom_blur(images, c, u):
     """Average the image and enlarged copies of its centre."""
     (H, W), x = images.shape[2:], images.float()
     total = x.clone()
@@ -170,12 +161,13 @@ def draw_snow(u, H, W, c):
     return normal(u[:, 1:]).view(-1, h, w), u[:, 0] * 90 - 135
 
 
-def snow(images, c, field, angle):
+def snow(images, c, u):
     """Whiten the image, then add flakes: zoomed, thresholded and smeared noise.
 
     The flakes are added twice, the second time rotated by 180 degrees.
     """
     mean, std, zoom, threshold, radius, sigma, keep = c
+    field, angle = draw_snow(u, *images.shape[2:], c)
     flakes = enlarge((field * std + mean)[:, None], zoom, *images.shape[2:])
     flakes = flakes.masked_fill(flakes < threshold, 0).clamp(0, 1)
     flakes = motion((flakes * 255).floor(), radius, sigma, angle).floor_()
@@ -185,19 +177,15 @@ def snow(images, c, field, angle):
     return quantise(x + (flakes + flakes.flip(2, 3)))
 
 
-def draw_frost(u, H, W, c, frost_dir=None):
-    """Draw a random part of a random texture: (B, 3, H, W) uint8."""
-    u = u(3)
+def frost(images, c, u, frost_dir=None):
+    """Return the weighted sum of the image and a random part of a random texture of frost."""
+    (H, W), u = images.shape[2:], u(3)
     textures = scaled_frost(frost_dir, c[2], H, W, u.device)
     which = (u[:, 0] * len(textures)).long().tolist()
     room = torch.tensor([textures[i].shape[1:] for i in which]) - torch.tensor([H, W])
     corner = (u[:, 1:].cpu() * room).long().tolist()
-    return torch.stack([textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corner)])
-
-
-def frost(images, c, texture):
-    """Return the weighted sum of the image and a texture of frost."""
-    return quantise(c[0] * images.float() + c[1] * texture.float())
+    part = torch.stack([textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corner)])
+    return quantise(c[0] * images.float() + c[1] * part.float())
 
 
 def draw_fog(u, H, W, c):
@@ -222,22 +210,23 @@ def draw_fog(u, H, W, c):
     return m[:, :H, :W] / m.amax((1, 2), keepdim=True)
 
 
-def fog(images, c, plasma):
+def fog(images, c, u):
     """Return (x + c * plasma) * M / (M + c). M is the image's largest value; white is 1."""
+    plasma = draw_fog(u, *images.shape[2:], c)
     white = images.amax((1, 2, 3), keepdim=True).float()
     return quantise((images + 255 * c[0] * plasma[:, None]).mul_(white / (white + 255 * c[0])))
 
 
 # --- colour, shape, coding ------------------------------------------------------------------------
 
-def brightness(images, c):
+def brightness(images, c, u):
     """Raise the HSV value V to V' = min(V + c, white): scale all three channels by V' / V."""
     value = images.amax(1, keepdim=True).float()
     brighter = (value + 255 * c).clamp_(max=255)
     return quantise(torch.where(value > 0, images * (brighter / value), brighter))
 
 
-def contrast(images, c):
+def contrast(images, c, u):
     """Multiply each channel's distance from its mean by c."""
     x = images.float()
     total = x.sum(3).long().sum(2)[..., None, None]            # whole numbers: exact in any order
@@ -251,9 +240,10 @@ def draw_elastic_transform(u, H, W, c):
     return c[2] * u[:, :6].view(-1, 3, 2), u[:, 6:].view(-1, 2, H, W)
 
 
-def elastic_transform(images, c, jitter, field):
+def elastic_transform(images, c, u):
     """Move three corners by `jitter` (an affine map), then all pixels by alpha * smoothed field."""
     (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
+    jitter, field = draw_elastic_transform(u, H, W, c)
     y0, x0, s = H // 2, W // 2, min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + jitter, (0, 1), value=1)
@@ -266,18 +256,14 @@ def elastic_transform(images, c, jitter, field):
     return quantise(displace(x, (sigma, sigma), alpha * field))
 
 
-def draw_elastic_any_size(u, H, W, c):
-    """Draw fields in [-1, 1), (B, 2, H, W)."""
-    return 2 * u(2 * H * W).view(-1, 2, H, W) - 1
-
-
-def elastic_any_size(images, c, field):
+def elastic_any_size(images, c, u):
     """Apply smoothed random shifts that grow with the image, as imagecorruptions does."""
     H, W = images.shape[2:]
+    field = 2 * u(2 * H * W).view(-1, 2, H, W) - 1
     return quantise(displace(images.float(), (0.01 * H, 0.01 * W), c * 0.005 * H * field))
 
 
-def pixelate(images, c):
+def pixelate(images, c, u):
     """Shrink by c with a box filter, first across, then down; enlarge by repeating pixels."""
     H, W = images.shape[2:]
     h, w = int(H * c), int(W * c)
@@ -288,7 +274,7 @@ def pixelate(images, c):
     return x[:, :, row][:, :, :, column]
 
 
-def jpeg_compression(images, c):
+def jpeg_compression(images, c, u):
     """Encode at quality c, with colours at half resolution, and decode, on CPU threads."""
     from torchvision.io import decode_jpeg, encode_jpeg
 
@@ -304,25 +290,11 @@ def jpeg_compression(images, c):
 
 # --- all of them ----------------------------------------------------------------------------------
 
-# name: (apply, draw). apply(images uint8, the severity's constants, *drawn) returns images uint8.
-# draw(u, H, W, constants) returns the random numbers `drawn`; None: there are none.
-CORRUPTIONS = dict(
-    gaussian_noise=(gaussian_noise, draw_values),
-    shot_noise=(shot_noise, draw_values),
-    impulse_noise=(impulse_noise, draw_values),
-    defocus_blur=(defocus_blur, None),
-    glass_blur=(glass_blur, draw_glass_blur),
-    motion_blur=(motion_blur, draw_motion_blur),
-    zoom_blur=(zoom_blur, None),
-    snow=(snow, draw_snow),
-    frost=(frost, draw_frost),
-    fog=(fog, draw_fog),
-    brightness=(brightness, None),
-    contrast=(contrast, None),
-    elastic_transform=(elastic_transform, draw_elastic_transform),
-    pixelate=(pixelate, None),
-    jpeg_compression=(jpeg_compression, None),
-)
+CORRUPTIONS = {function.__name__: function for function in (
+    gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur,
+    snow, frost, fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression)}
+NAMES = tuple(CORRUPTIONS)            # ImageNet-C's 15: means and mCE are taken over these only
+# Enter your own corruption here.
 ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 
 
@@ -344,12 +316,11 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
                          f"expected uint8 (B, 3, H, W) and 1 to 5")
     (B, _, H, W), device = images.shape, images.device
     index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
-    (apply, draw), constants = CORRUPTIONS[name], CONSTANTS[name]
+    apply, constants = CORRUPTIONS[name], CONSTANTS[name]
     if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
-        apply, draw = elastic_any_size, draw_elastic_any_size
-        constants = CONSTANTS["elastic_any_size"]
+        apply, constants = elastic_any_size, CONSTANTS["elastic_any_size"]
     if name == "frost":
-        draw = partial(draw_frost, frost_dir=frost_dir)
+        apply = partial(frost, frost_dir=frost_dir)
     constants = constants[table_of(H, W)] if isinstance(constants, dict) else constants
     c = constants[severity - 1]
     number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
@@ -359,9 +330,7 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     pixels = 2 ** 18 if device.type == "cpu" else 2 ** 23
     size = max(1, pixels // (H * W))
     for first in range(0, B, size):
-        part, drawn = slice(first, first + size), ()
-        if draw:
-            drawn = draw(lambda n: uniform(index[part], n, seed, number, severity), H, W, c)
-            drawn = (drawn,) if torch.is_tensor(drawn) else drawn
-        out[part] = apply(images[part].contiguous(), c, *drawn)
+        part = slice(first, first + size)
+        out[part] = apply(images[part].contiguous(), c,
+                          lambda n: uniform(index[part], n, seed, number, severity))
     return out

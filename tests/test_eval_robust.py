@@ -202,11 +202,12 @@ def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
     def push(model, images, labels, eps, *, seed=0, index=None, times=2.0, clip=True):
         return images + times * eps
 
-    def tint(images, c, noise):
+    def tint(images, c, u):
+        noise = u(images[0].numel()).view_as(images)
         return (images * (1 - c) + 255 * c * noise).byte()
 
     monkeypatch.setitem(eval_robust.ATTACKS, "push", partial(push, times=0.5))
-    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", (tint, corruptions.draw_values))
+    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", tint)
     monkeypatch.setitem(corruptions.CONSTANTS, "tint", (0.0, 0.1, 0.2, 0.3, 0.4))
     make_checkpoint(tmp_path / "m.pt")
     run("--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2, "--measures", "clean",
