@@ -290,12 +290,12 @@ def jpeg_compression(images, c, u):
 
 # --- all of them ----------------------------------------------------------------------------------
 
+ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 CORRUPTIONS = {function.__name__: function for function in (
     gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur,
     snow, frost, fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression)}
 NAMES = tuple(CORRUPTIONS)            # ImageNet-C's 15: means and mCE are taken over these only
 # Enter your own corruption here.
-ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 
 
 def table_of(H, W):
