@@ -1,9 +1,9 @@
 """Compute the reference arrays of tests with other libraries or with independent code.
 
 The recorded reference arrays contain photographs, so a clone of the repository does not have them.
-`make(name)` then computes arrays with the same names and sizes from rendered scenes. It uses the
-packages of tests/requirements.txt (imagecorruptions, OpenCV, timm), or formulas written out here a
-second time (kernel PCA, attention, FAN, Segmenter). A test compares our code with these arrays.
+`make(name)` then computes arrays with the same names from rendered scenes. It uses the packages of
+tests/requirements.txt (imagecorruptions, OpenCV, timm), or formulas written out here a second time
+(kernel PCA, FAN, Segmenter). A test compares our code with these arrays.
 """
 
 import inspect
@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FunctionType
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from robust.corruptions import CONSTANTS
+from attention import SelfAttention
 from data.shapes import render_scenes
+from fan import FAN, FANConfig
+from robust.corruptions import CONSTANTS
 
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate",
                  "jpeg_compression")
@@ -56,23 +57,6 @@ def imagecorruptions():
             patch.setattr(module, "gaussian", lambda *args, multichannel=False, **kwargs: gaussian(
                 *args, **kwargs, **({"channel_axis": -1} if multichannel else {})))
         yield module
-
-
-def with_table(function, table):
-    """Return a function of imagecorruptions with the severity constants of another image size.
-
-    table: the image size, 32 for CIFAR-10-C, a key in CONSTANTS. The constants are replaced in the
-    bytecode, because imagecorruptions has no argument for them.
-    """
-    old, new = (CONSTANTS[function.__name__][t] for t in (224, table))
-    swap = {old: new}
-    if function.__name__ == "zoom_blur":                    # its bytecode has single numbers
-        swap = {a: b for pair in zip(old, new) for a, b in zip(*pair)}
-    code = function.__code__
-    consts = tuple(swap.get(c, c) if isinstance(c, (float, tuple)) else c for c in code.co_consts)
-    assert consts != code.co_consts
-    code = code.replace(co_consts=consts)
-    return FunctionType(code, function.__globals__, None, function.__defaults__)
 
 
 def elastic(image, c, jitter, field):
@@ -138,13 +122,11 @@ def robustness_corruptions_a():
     z = dict(clean224=picture(224), clean32=picture(32), clean_any=picture(150, 232))
     with imagecorruptions() as module, pytest.MonkeyPatch.context() as patch:
         for name in DETERMINISTIC:
-            function = getattr(module, name)
-            small = with_table(function, 32)
-            for kind, f, clean, severities in (("det", function, "clean224", (1, 3, 5)),
-                                               ("det_any", function, "clean_any", (4,)),
-                                               ("det32", small, "clean32", (1, 2, 3, 4, 5))):
+            for kind, clean, severities in ("det", "clean224", (1, 3, 5)), ("det_any", "clean_any",
+                                                                            (4,)):
                 for s in severities:
-                    z[f"{kind}/{name}/s{s}"] = np.asarray(f(Image.fromarray(z[clean]), s))
+                    z[f"{kind}/{name}/s{s}"] = np.asarray(
+                        getattr(module, name)(Image.fromarray(z[clean]), s))
         injected(module, z, patch)
     outputs = {k: np.uint8(v) for k, v in z.items() if v.ndim == 3 and v.shape[2] == 3}
     return {k: torch.from_numpy(np.array(v)) for k, v in {**z, **outputs}.items()}
@@ -192,41 +174,10 @@ def size_rule(h, w, ratio, size=256):
     return h, w, ratio, *box, int(h * scale + 0.5), int(w * scale + 0.5)
 
 
-def wikitext(path, tokens, swapped):
-    """Return the lines of a WikiText-103 file, and its numbers of tokens and of swapped words.
-
-    Each line counts one <eos> token. tokens and swapped are the recorded numbers of the file;
-    textattack computed the second number. Without the file, return a synthetic text of the same
-    kind, in which 1.5 % of the words of each line are swapped, at least one.
-    """
-    if path.exists():
-        return path.read_text().split("\n")[:-1], tokens, swapped
-    lines, tokens, swapped = [], 0, 0
-    for i in range(600):
-        n = (0, 2, 0, 150, 40, 66, 67, 399)[i % 8]          # blank, heading, blank, paragraphs
-        words = " ".join(f"word{i * j % 977}" + " ," * (j % 9 == 8) for j in range(n))
-        lines.append(f" = {words} = " if n == 2 else f" {words} ")
-        tokens += len(lines[-1].split()) + 1
-        swapped += max(int(0.015 * n), 1) if n else 0
-    return lines, tokens, swapped
-
-
-# --- kpca.py: the same definitions in numpy, with plain exponentials ------------------------------
-
-def softmax(x):
-    e = np.exp(x)
-    return e / e.sum(-1, keepdims=True)
-
-
-def norms(q, k, v):
-    """Return |phi(q)|^2 / g(q)^2 and |h|^2 of every query, (..., M) each."""
-    s = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
-    phi2 = np.exp((q * q).sum(-1) / q.shape[-1] ** 0.5) / np.exp(s).sum(-1) ** 2
-    return phi2, ((softmax(s) @ v) ** 2).sum(-1)
-
+# --- kernel PCA: the same definitions with plain exponentials, in float64 -------------------------
 
 def standardised(x):
-    return (x - x.mean(-1, keepdims=True)) / x.std(-1, ddof=1, keepdims=True)
+    return (x - x.mean(-1, keepdim=True)) / x.std(-1, keepdim=True)
 
 
 def eigenvalues(k):
@@ -236,101 +187,56 @@ def eigenvalues(k):
     head has one value of 1 / min g.
     """
     D = k.shape[-1]
-    K = np.exp(k @ k.swapaxes(-1, -2) / D ** 0.5)
-    g = K.sum(-1)
-    K = K / g[..., None] / g[..., None, :]
-    K = K - K.mean(-1, keepdims=True)
-    K = K - K.mean(-2, keepdims=True)
-    mu = np.linalg.svd(K, compute_uv=False)[..., :D].mean((0, 1))
-    return np.array([mu[0], mu[-1], mu.mean(), np.sort(mu)[(D - 1) // 2]]), (1 / g.min(-1)).ravel()
-
-
-def released_loss(q, k, h2):
-    """Return the loss that the released code logs, with |h|^2 and without it.
-
-    The released code does not scale |q|^2 and q.k_1.
-    """
-    qk = q @ k.swapaxes(-1, -2)
-    first = softmax(qk / q.shape[-1] ** 0.5)[..., 0]
-    phi2 = np.exp((q * q).sum(-1)) / np.exp(2 * qk[..., 0] - np.log(first ** 2))
-    return np.log((phi2 - h2).mean()), np.log(phi2.mean())
+    K = (k @ k.mT / D ** 0.5).exp()
+    g = K.sum(-1, keepdim=True)
+    K = K / g / g.mT
+    K = K - K.mean(-1, keepdim=True)
+    K = K - K.mean(-2, keepdim=True)
+    mu = torch.linalg.svdvals(K)[..., :D].mean((0, 1))
+    return torch.stack([mu[0], mu[-1], mu.mean(), mu.median()]), (1 / g.amin((-2, -1))).flatten()
 
 
 def kpca_vit():
-    """Return random q, k, v with the released loss J, and random keys with their eigenvalues."""
-    rng = np.random.default_rng(0)
-    z = {f"jproj_variants__{n}": rng.normal(size=(3, 65, 64)) for n in "qkv"}
-    raw_q, raw_k, v = z.values()
-    q, k = standardised(raw_q), standardised(raw_k)
-    losses = released_loss(q, k, norms(q, k, v)[1])
-    for name, value in zip(("official", "official_without_h"), losses):
-        z[f"jproj_variants__{name}"] = np.array(value)
-    keys = z["eigstats__k"] = rng.normal(size=(3, 3, 65, 32))
+    """Return random q, k, v with the loss J that the released code logs, and keys with eigenvalues.
+
+    The released code standardises q and k, and it does not scale |q|^2 and q.k_1.
+    """
+    z = {f"jproj_variants__{n}": torch.randn(3, 65, 64, dtype=torch.float64) for n in "qkv"}
+    q, k, v = z.values()
+    q, k = standardised(q), standardised(k)
+    qk = q @ k.mT
+    A = (qk / 8).softmax(-1)
+    phi2 = q.square().sum(-1).exp() / (2 * qk[..., 0] - A[..., 0].square().log()).exp()
+    z["jproj_variants__official"] = (phi2 - (A @ v).square().sum(-1)).mean().log()
+    z["jproj_variants__official_without_h"] = phi2.mean().log()
+    keys = z["eigstats__k"] = torch.randn(3, 3, 65, 32, dtype=torch.float64)
     z["eigstats__stats"], z["eigstats__bound"] = eigenvalues(keys)
     z["eigstats__stats_standardised"] = eigenvalues(standardised(keys))[0]
-    return {k: torch.from_numpy(v) for k, v in z.items()}
-
-
-def kpca_curve():
-    """Return random q, k, v of three training steps, with the mean of each term of J per step."""
-    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 3, 65, 32))
-    phi2, h2 = norms(q, k, v)
-    z = dict(q=q, k=k, v=v, phi2=phi2.mean((1, 2)), h2=h2.mean((1, 2)),
-             jproj_signed=(phi2 - h2).mean((1, 2)))
-    return {f"curve__{name}": torch.from_numpy(np.array(value)) for name, value in z.items()}
+    return z
 
 
 # --- timm's models with the attentions of the paper -----------------------------------------------
 
-class Attention(torch.nn.Module):
-    """Symmetric attention, n > 0 steps of Algorithm 1 as released, or Scaled Attention (with s).
-
-    s: the matrix S of Scaled Attention, (heads, N, N), or one number alpha for S = alpha *
-    attention. The results equal the arrays of the released code up to rounding, see test_vit.py.
-    """
-
-    def __init__(self, dim, heads, n=0, lambd=0.0, s=None):
-        super().__init__()
-        self.heads, self.n, self.lambd = heads, n, lambd
-        self.qkv = torch.nn.Linear(dim, (2 if s is None else 3) * dim)
-        self.proj = torch.nn.Linear(dim, dim)
-        if s is not None:
-            self.s = torch.nn.Parameter(s)
+class Attention(SelfAttention):
+    """Our attention layer, which test_attention.py compares with the released code, for timm."""
 
     def forward(self, x, **_):
-        B, N, C = x.shape
-        parts = self.qkv(x).reshape(B, N, -1, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        k, v = parts[-2:]
-
-        def weights(q, k):
-            return (q @ k.mT / (C // self.heads) ** 0.5).softmax(-1)
-        if self.n:
-            out = self.pursuit(k, v, weights, N * C / 4 / k.abs().sum((2, 3), keepdim=True))
-        elif len(parts) == 2:
-            out = weights(k, k) @ v
-        else:
-            S = self.s if self.s.ndim == 3 else self.s * weights(k, k)
-            out = weights(parts[0], k) @ (v - S @ v)
-        return self.proj(out.transpose(1, 2).reshape(B, N, C))
-
-    def pursuit(self, k, v, weights, mu):
-        L = Y = torch.zeros_like(k)
-        for _ in range(self.n):
-            S = F.softshrink((k - L + Y / mu) / mu, self.lambd) * mu      # threshold: lambda mu
-            clean = k - S - Y / mu
-            L = weights(clean, clean) @ v
-            Y = Y + mu * (k - L - S)
-        return L
+        return super().forward(x)
 
 
-def vision_transformer(attention=None, heads=3, eps=1e-6, **sizes):
-    """Return timm's ViT with the module attention(i) in block i (default: timm's attention)."""
+def attention(pap=None, dim=48, heads=3):
+    """Return RPC-Attention with the settings `pap`, or symmetric attention."""
+    return Attention(dim, heads, "rpc" if pap else "symmetric", pap=pap)
+
+
+def vision_transformer(layer=None, heads=3, eps=1e-6, **sizes):
+    """Return timm's ViT with the module layer(i) as attention of block i (default: timm's)."""
     timm = pytest.importorskip("timm")
     norm = partial(torch.nn.LayerNorm, eps=eps)
     model = timm.models.VisionTransformer(embed_dim=48, depth=2, num_heads=heads, norm_layer=norm,
                                           **sizes).eval()
     for i, block in enumerate(model.blocks):
-        block.attn = attention(i) if attention else block.attn
+        block.attn = layer(i) if layer else block.attn
     return model
 
 
@@ -347,14 +253,14 @@ def randomise(model):
 def vit_arrays(variants, gradients=()):
     """Return inputs, weights and outputs of a model whose variants share their weights.
 
-    variants: {prefix of the names: attention}. Per variant: logits in float32 and float64, the
+    variants: {prefix of the names: layer}. Per variant: logits in float32 and float64, the
     loss, the output of each block, and the gradients of the parameters that `gradients` names.
     """
     target = torch.tensor([1, 8])
     out = dict(x=torch.randn(2, 3, 32, 32), target=target)
     weights = None
-    for prefix, attention in variants.items():
-        model = vision_transformer(attention, img_size=32, patch_size=8, num_classes=10)
+    for prefix, layer in variants.items():
+        model = vision_transformer(layer, img_size=32, patch_size=8, num_classes=10)
         weights = weights or randomise(model)
         model.load_state_dict({k[3:]: v for k, v in weights.items()})
         out[f"{prefix}logits32"] = model(out["x"]).detach()
@@ -373,25 +279,25 @@ def vit_arrays(variants, gradients=()):
 def model_symvit():
     layers = {"sym": {}, "rpc_l0_n4_lam4": {0: (4, 4.0)}, "rpc_l0_n6_lam4": {0: (6, 4.0)},
               "rpc_all_n2_lam3": {0: (2, 3.0), 1: (2, 3.0)}, "rpc_l1_n2_lam0.5": {1: (2, 0.5)}}
-    variants = {f"{name}/": lambda i, rpc=rpc: Attention(48, 3, *rpc.get(i, (0, 0.0)))
-                for name, rpc in layers.items()}
+    variants = {f"{name}/": lambda i, rpc=rpc: attention(
+        dict(zip(("n_iter", "lambd"), rpc.get(i, ())))) for name, rpc in layers.items()}
     return vit_arrays(variants, ("blocks.0.attn.qkv.weight", "cls_token", "patch_embed.proj.bias"))
 
 
 class Upstream(torch.nn.Module):
     """Segmenter of the original code: timm's encoder, and a mask decoder with timm's blocks."""
 
-    def __init__(self, attention=None):
+    def __init__(self, layer=None):
         super().__init__()
         eps = 1e-5
         options = dict(heads=2, eps=eps, img_size=64, patch_size=16, num_classes=1000)
-        self.encoder = vision_transformer(attention, **options)
+        self.encoder = vision_transformer(layer, **options)
         d = self.decoder = torch.nn.Module()
         d.proj_dec, d.decoder_norm = torch.nn.Linear(48, 48), torch.nn.LayerNorm(48, eps)
         d.mask_norm = torch.nn.LayerNorm(5, eps)
         d.cls_emb = torch.nn.Parameter(torch.randn(1, 5, 48))
         d.proj_patch, d.proj_classes = (torch.nn.Parameter(torch.randn(48, 48)) for _ in range(2))
-        d.blocks = vision_transformer(attention and (lambda i: Attention(48, 2)), **options).blocks
+        d.blocks = vision_transformer(layer and (lambda i: attention(heads=2)), **options).blocks
 
     def tokens(self, x):
         e = self.encoder
@@ -498,13 +404,13 @@ def attend(q, k, v, heads):
 
 
 def token_attention(w, name, z, heads, how):
-    """Compute FAN's attention over tokens. how: (n, lambda) of Algorithm 1, or () for no RPC."""
+    """Compute FAN's attention over tokens. how: settings of RPC, or None."""
     C = z.shape[-1]
     if f"{name}.q.weight" not in w:                                     # symmetric or RPC attention
         parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"]
                  for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
                  for end in ("weight", "bias")}
-        return torch.func.functional_call(Attention(C, heads, *how), parts, z)
+        return torch.func.functional_call(attention(how, C, heads), parts, z)
     kv = linear(w, f"{name}.kv", z)
     out = attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads)
     return linear(w, f"{name}.proj", out)
@@ -543,8 +449,8 @@ def class_block(w, b, x, heads):
 def fan(w, x, pos, heads=4, rpc=None):
     """Return the logits of normalised images x, and the tokens after each block.
 
-    w: state dict. pos: (patches, 64), the position code. rpc: {layer: (n, lambda)}, the layers with
-    Algorithm 1. Layers without attn.q in w are symmetric. The model is in eval mode.
+    w: state dict. pos: (patches, 64), the position code. rpc: {layer: settings}, the layers with
+    RPC-Attention. Layers without attn.q in w are symmetric. The model is in eval mode.
     """
     for i in range(0, 8, 2):
         x, name = F.gelu(x) if i else x, f"patch_embed.proj.{i}"
@@ -554,7 +460,7 @@ def fan(w, x, pos, heads=4, rpc=None):
 
     stages, depth = [], len({k.split(".")[1] for k in w if k.startswith("blocks.")})
     for i in range(depth):
-        b, how = f"blocks.{i}", (rpc or {}).get(i, ())
+        b, how = f"blocks.{i}", (rpc or {}).get(i)
         z = layer_norm(w, f"{b}.norm1", x)
         x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", z, heads, how)
         z = layer_norm(w, f"{b}.norm2", x)
@@ -567,46 +473,14 @@ def fan(w, x, pos, heads=4, rpc=None):
     return linear(w, "head", layer_norm(w, "norm", x)[:, 0]), stages
 
 
-def fan_weights(C, depth):
-    """Return random weights with the names and shapes of the original code."""
-    w = dict(cls_token=torch.randn(1, 1, C))
-
-    def add(name, *shape, batch_norm=False):
-        w[f"{name}.weight"] = torch.randn(shape) / max(1, shape[-1] if len(shape) > 1 else 1) ** 0.5
-        w[f"{name}.bias"] = 0.2 * torch.randn(shape[0])
-        if len(shape) == 1:
-            w[f"{name}.weight"] = 1 + 0.2 * w[f"{name}.weight"]
-        if batch_norm:
-            w[f"{name}.running_mean"] = 0.2 * torch.randn(shape)
-            w[f"{name}.running_var"] = 0.5 + torch.rand(shape)
-            w[f"{name}.num_batches_tracked"] = torch.tensor(0)
-
-    for i, (a, b) in enumerate(((3, C // 8), (C // 8, C // 4), (C // 4, C // 2), (C // 2, C))):
-        w[f"patch_embed.proj.{2 * i}.0.weight"] = torch.randn(b, a, 3, 3) / (9 * a) ** 0.5
-        add(f"patch_embed.proj.{2 * i}.1", b, batch_norm=True)
-    add("pos_embed.token_projection", C, 64, 1, 1)
-    for b in [*(f"blocks.{i}" for i in range(depth)), "cls_attn_blocks.0", "cls_attn_blocks.1"]:
-        w[f"{b}.gamma1"], w[f"{b}.gamma2"] = 1 + 0.2 * torch.randn(2, C)
-        add(f"{b}.norm1", C), add(f"{b}.norm2", C)
-        add(f"{b}.attn.q", C, C), add(f"{b}.attn.proj", C, C)
-        if b.startswith("cls"):
-            add(f"{b}.attn.k", C, C), add(f"{b}.attn.v", C, C)
-            add(f"{b}.mlp.fc1", 4 * C, C), add(f"{b}.mlp.fc2", C, 4 * C)
-            continue
-        add(f"{b}.attn.kv", 2 * C, C), add(f"{b}.mlp.q", C, C), add(f"{b}.mlp.norm_v", C)
-        w[f"{b}.mlp.temperature"] = 1 + torch.rand(4, 1, 1)
-        w[f"{b}.mlp.mlp_v.gamma"] = torch.randn(4 * C)
-        add(f"{b}.mlp.mlp_v.fc1", 4 * C, C), add(f"{b}.mlp.mlp_v.fc2", C, 4 * C)
-        for conv in ("conv1", "conv2"):
-            add(f"{b}.mlp.mlp_v.dwconv.{conv}", 4 * C, 1, 3, 3)
-        add(f"{b}.mlp.mlp_v.dwconv.bn", 4 * C, batch_norm=True)
-    add("norm", C), add("head", 10, C)
-    return w
-
-
 def model_fan():
     """Return random weights, and the logits and tokens that `fan` computes with them."""
-    w = fan_weights(C=32, depth=2)
+    model = FAN(FANConfig(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10))
+    w = {}
+    for k, v in model.state_dict().items():
+        w[k] = v + 0.2 * torch.randn(v.shape)           # norms and factors stay near 1
+        if v.ndim > 1:
+            w[k] = torch.randn(v.shape) / v[0].numel() ** 0.5
     x, pos = torch.randn(2, 3, 64, 64), torch.zeros(16, 64)
     for token, place in enumerate((r, c) for r in range(4) for c in range(4)):
         for i in range(64):
@@ -623,14 +497,14 @@ def model_fan():
 
 MAKE = dict(
     seg_transforms=seg_transforms, robustness_corruptions_a=robustness_corruptions_a,
-    kpca_vit=kpca_vit, kpca_curve=kpca_curve, model_symvit=model_symvit,
-    model_vit_asym=lambda: vit_arrays({"": None}),
+    kpca_vit=kpca_vit, model_symvit=model_symvit, model_vit_asym=lambda: vit_arrays({"": None}),
     model_scaled_S=lambda: vit_arrays(
-        {"": lambda i: Attention(48, 3, s=torch.randn(3, 17, 17) / 17)}),
-    model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, s=torch.randn(1))}),
+        {"": lambda i: Attention(48, 3, "scaled_s", num_tokens=17)}),
+    model_scaled_alpha=lambda: vit_arrays({"": lambda i: Attention(48, 3, "scaled_alpha")}),
     model_fan=model_fan, seg_mask=seg_arrays, seg_sliding=seg_sliding,
-    seg_mask_symmetric=lambda: seg_arrays(attention=lambda i: Attention(48, 2)),
-    seg_mask_rpc=lambda: seg_arrays(attention=lambda i: Attention(48, 2, 0 if i else 6, 2.0)))
+    seg_mask_symmetric=lambda: seg_arrays(layer=lambda i: attention(heads=2)),
+    seg_mask_rpc=lambda: seg_arrays(
+        layer=lambda i: attention(dict(n_iter=6, lambd=2.0) if i == 0 else None, heads=2)))
 
 
 def make(name):

@@ -16,10 +16,10 @@ from studies import probe
 from runs import call, log
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
+PAP = dict(n_iter=3, lambd=0.2)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
-         "rpc": (dict(attn="rpc", pap=dict(n_iter=4, lambd=0.2)), {0: (4, 0.2)}),
-         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=2, lambd=0.2)),
-                            {0: (2, 0.2), 1: (2, 0.2)})}
+         "rpc": (dict(attn="rpc", pap=PAP), {0: PAP}),
+         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=PAP), {0: PAP, 1: PAP})}
 
 
 def small(**kind):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kpca
-from kpca import (a_hat, attend, eigen_cosine, kernel_pca, kernel_projections, log_g, log_kernel,
-                  log_phi2, pcp, projection_loss, ritz, theoretical_values)
+from kpca import (attend, kernel_pca, kernel_projections, log_g, log_kernel, log_phi2, pcp,
+                  projection_loss, ritz, theoretical_values)
 
 
 def cases(z):
@@ -50,15 +50,6 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     assert_close(j, z["ex_j_kpca"])
     # kernel PCA of the keys does not minimise (13) over queries
     assert j > 3 * z["ex_j_query_optimal"]
-
-
-def test_loss_over_training_agrees_with_golden(golden):
-    z = cases(golden("kpca_curve"))["curve"]
-    lp, h = log_phi2(z["q"], z["k"]), attend(z["q"], z["k"], z["v"])
-    terms = projection_loss(lp, h)
-    assert_close(terms["phi2"].mean(-1), z["phi2"], 1e-10)
-    assert_close(terms["h2"].mean(-1), z["h2"], 1e-10)
-    assert_close(terms["J"].mean(-1), z["jproj_signed"], 1e-10)
 
 
 def test_above_counts_tokens_with_h_longer_than_phi():
@@ -142,11 +133,3 @@ def test_ritz_recovers_eigenvectors_from_any_basis():
     found = ritz(axes, torch.cat([a, a[:, :1]], 1))
     assert_close(found[:, :4].abs(), axes.U[:, :4].abs(), 1e-6, 1e-9)
     assert_close(found[:, 4], torch.zeros(24))
-
-
-def test_values_of_theorem_1_recover_their_eigenvectors():
-    _, k, _ = draw(11)
-    axes = kernel_pca(k)
-    a = a_hat(theoretical_values(axes, 8), axes.log_g)
-    assert_close(eigen_cosine(axes, a), torch.ones(8), 1e-9)
-    assert_close((a / a.norm(dim=0)).abs(), axes.U[:, :8].abs(), 1e-6, 1e-9)
