@@ -8,6 +8,7 @@ import shlex
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from platform import python_version
 
 import numpy as np
 import pytest
@@ -31,8 +32,9 @@ CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.
 
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
 SMALL = {"train_cls.py": "--max_steps 2", "eval_robust.py": "--measures clean --limit 8",
-         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0 --limit 4",
-         "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0"}      # per script
+         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0 --limit 4 "
+                         "--severities 3",
+         "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0 --limit 500"}  # per script
 
 
 def blocks(language, text=README):
@@ -66,7 +68,12 @@ def tree(programs, tmp_path_factory):
         picture.save(folders[1] / f"{i}.jpg")
         mask.save(folders[2] / f"{i}.png")
     picture.save(tree / "photo.jpg")
-    (tree / "notes.txt").write_text("the cat sat on the mat and looked at the dog\n" * 400)
+    text = "the cat sat on the mat and looked at the dog\n" * 400
+    (tree / "notes.txt").write_text(text)
+    pydoc = tree / f"out/cache/pydoc_{python_version()}"        # making this text takes seconds
+    pydoc.mkdir(parents=True)
+    for split in ("train", "valid", "test"):
+        (pydoc / f"wiki.{split}.tokens").write_text(text)
 
     entry, = re.findall(r'^ +"mine": .*,$', README, re.M)
     source, table = (tree / "attention.py").read_text(), "\nATTENTIONS = {\n"
