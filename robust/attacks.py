@@ -196,7 +196,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
     return adv
 
 
-# --- without gradients ---------------------------------------------------------------------------
+# --- L-infinity, without gradients: noise, SPSA --------------------------------------------------
 
 @torch.no_grad()
 def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
@@ -204,8 +204,6 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     check_inputs(model, images, eps, clip)
     return project(images + eps * noise_like(images, index, seed, NOISE, 0), images, eps, clip)
 
-
-# --- SPSA: L-infinity, without gradients ---------------------------------------------------------
 
 def adam(grad, m, v, t, lr):
     """Return the change that Adam (Kingma & Ba 2015) subtracts in step t = 1, 2, ...
