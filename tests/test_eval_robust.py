@@ -40,33 +40,23 @@ def test_outlier_metrics_equal_scikit_learn():
             sklearn.metrics.average_precision_score(positive, s), abs=1e-12)
 
 
-def test_evaluate_agrees_with_torchattacks():
-    torchattacks = pytest.importorskip("torchattacks")
-    model, images, labels = trained_network(30)
-    settings = dict(eps=4 / 255, alpha=1 / 255, steps=5, random_start=False)
-    right = evaluate(model, images, labels, {
-        "pgd": partial(attacks.pgd, **settings),
-        "theirs": lambda model, x, y: torchattacks.PGD(model, **settings)(x, y)}, batch_size=7)
-    assert torch.equal(right["clean"], model(images).argmax(1) == labels)
-    assert 0 < right["worst"].sum() < right["clean"].sum()
-    assert (right["pgd"] != right["theirs"]).sum() <= 1
-    assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["theirs"])
-
-
-def test_evaluate_passes_numbers_of_right_images():
+def test_evaluate_attacks_right_images_by_number():
     model, images, labels = trained_network(20)
     labels = labels.clone()
     labels[::3] = (model(images).argmax(1)[::3] + 1) % 10                # these count as wrong
     seen = []
 
-    def attack(model, x, y, index):
+    def invert(model, x, y, index):
         seen.extend(index.tolist())
         return 1 - x
 
-    right = evaluate(model, images, labels, {"invert": attack}, batch_size=6,
+    pgd = partial(attacks.pgd, eps=4 / 255, steps=5)
+    right = evaluate(model, images, labels, {"pgd": pgd, "invert": invert}, batch_size=6,
                      index=torch.arange(100, 120))
+    assert torch.equal(right["clean"], model(images).argmax(1) == labels)
     assert seen == (100 + right["clean"].nonzero()[:, 0]).tolist()
-    assert not (right["invert"] & ~right["clean"]).any()
+    assert 0 < right["pgd"].sum() < right["clean"].sum()
+    assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["invert"])
 
 
 def test_evaluate_rejects_wrong_labels_and_train_mode():
@@ -108,6 +98,13 @@ def run(*flags):
 def read(folder):
     """Return the rows of a folder, in the order of writing."""
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def few_scenes(monkeypatch):
+    """Render 80 test scenes instead of all for a model without a training."""
+    monkeypatch.setattr(eval_robust, "load_test",
+                        lambda args, size, **_: load_shapes("test", 80, size))
 
 
 QUICK = ("--measures", "clean", "noise", "pgd", "apgd", "corruptions", "--steps", 5, "--limit", 7,
@@ -174,28 +171,27 @@ def test_second_run_adds_missing_rows(first_run):
         [(row["name"], row["top1"], row["right"]) for row in read(folder / "one")]
 
 
-def test_other_data_or_size_is_another_row(tmp_path):
-    """Rows depend on the test images, on the size of --model, and on the photographs of frost."""
-    rows = []
+def test_other_test_images_are_another_row(tmp_path):
     for i, flags in enumerate((dict(num_images=400), dict(num_images=800))):
         make_checkpoint(tmp_path / f"{i}.pt", flags=flags)
         run("--ckpt", tmp_path / f"{i}.pt", "--measures", "clean", "--limit", 5, "--out_dir",
             tmp_path / "r")
-        rows = read(tmp_path / "r")
-    assert len(rows) == 2 and rows[0]["weights"] == rows[1]["weights"]
+    first, second = read(tmp_path / "r")
+    assert first["weights"] == second["weights"]
+
+
+def test_other_size_or_frost_is_another_row(few_scenes, tmp_path):
     (tmp_path / "m.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), "
         "torch.nn.Flatten(), torch.nn.Linear(48, 10))\n")
-    for size in (16, 32):
-        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--image_size", size,
-            "--measures", "clean", "--limit", 5, "--out_dir", tmp_path / "m")
-    assert [row["size"] for row in read(tmp_path / "m")] == [16, 32]
     for kind in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
         write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), str(tmp_path / kind))
-    for flags in ((), ("--frost_dir", tmp_path)):
-        run("--ckpt", tmp_path / "0.pt", "--measures", "frost", "--limit", 5, "--severities", 5,
-            "--out_dir", tmp_path / "f", *flags)
-    assert len(read(tmp_path / "f")) == 2
+    for size, *flags in ((16,), (32,), (32, "--frost_dir", tmp_path)):
+        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--image_size", size,
+            "--measures", "clean", "frost", "--limit", 5, "--severities", 5, "--out_dir",
+            tmp_path / "r", *flags)
+    assert [(row["name"], row["size"]) for row in read(tmp_path / "r")] == [
+        ("clean", 16), ("corruptions", 16), ("clean", 32), ("corruptions", 32), ("corruptions", 32)]
 
 
 def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
@@ -218,8 +214,9 @@ def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
     assert tinted["top1"][0] == clean["top1"] != tinted["top1"][1]
 
 
-def test_paper_preset_attacks_normalised_images(tmp_path):
+def test_paper_preset_attacks_normalised_images(tmp_path, monkeypatch):
     """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
+    monkeypatch.setitem(eval_robust.ATTACKS, "square", partial(eval_robust.square, queries=20))
     make_checkpoint(tmp_path / "m.pt")
     run("--ckpt", tmp_path / "m.pt", "--preset", "paper", "--measures", "fgsm", "pgd", "square",
         "--limit", 4, "--eps", "6/255", "--steps", 2, "--out_dir", tmp_path / "r")
@@ -302,7 +299,7 @@ def test_mean_of_corruptions_needs_all_types():
     assert not list(eval_robust.mean_rows(rows[1:]))
 
 
-def test_class_order_is_printed_and_classes_must_agree(tmp_path):
+def test_class_order_is_printed_and_classes_must_agree(few_scenes, tmp_path):
     (tmp_path / "m.py").write_text(
         "import torch\ndef build(n=10):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
         "torch.nn.Linear(3072, n))\ndef seven():\n    return build(7)\ndef chances():\n    return "
