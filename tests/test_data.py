@@ -112,19 +112,19 @@ def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
 
 # --- CIFAR-10 -------------------------------------------------------------------------------------
 
-def fake_cifar(folder, test="test"):
-    """Write 2 training and 1 test PNG per class; return the expected tensors."""
-    expected = {}
-    for split, n in (("train", 2), (test, 1)):
+def fake_cifar(folder):
+    """Write 2 training and 1 test PNG per class; return the expected tensors of both splits."""
+    expected = []
+    for split, n in (("train", 2), ("test", 1)):
         images = []
         for c, name in enumerate(CIFAR10_CLASSES):
             (folder / split / name).mkdir(parents=True)
             for i in range(n):
                 images.append(photo(32, 32, seed=100 * n + 10 * c + i))
                 images[-1].save(folder / split / name / f"{i:04d}.png")
-        expected[split] = (torch.stack([tensor(i) for i in images]),
-                           torch.arange(10).repeat_interleave(n))
-    return expected["train"], expected[test]
+        expected.append((torch.stack([tensor(i) for i in images]),
+                         torch.arange(10).repeat_interleave(n)))
+    return expected
 
 
 def write_batches(folder, train, test):
@@ -139,27 +139,18 @@ def write_batches(folder, train, test):
     (root / "batches.meta").write_bytes(pickle.dumps({"label_names": CIFAR10_CLASSES}))
 
 
-@pytest.mark.parametrize("name", ["test", "val"])
-def test_cifar_files_and_folders_load_equally(tmp_path, monkeypatch, name):
-    parts = fake_cifar(tmp_path / "tree", name)
+def test_cifar_files_and_folders_load_equally(tmp_path, monkeypatch):
+    parts = fake_cifar(tmp_path / "tree")
     write_batches(tmp_path / "batches", *parts)
     monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *args, **kwargs: True)
     for kind in ("batches", "tree"):
         for split, (images, labels) in zip(("train", "test"), parts):
             loaded = load_cifar10(tmp_path / kind, split)
             assert torch.equal(loaded.images, images) and torch.equal(loaded.labels, labels), kind
-            assert loaded.classes == CIFAR10_CLASSES and loaded.masks is None
-
-
-def test_other_folders_than_cifar_are_rejected(tmp_path):
-    with pytest.raises(InputError, match="no folder .*nowhere"):
-        load_cifar10(tmp_path / "nowhere", "test")
-    with pytest.raises(InputError, match=f"^--data_dir {tmp_path} .*cifar-10-batches-py/"):
-        load_cifar10(tmp_path, "test")
-    fake_cifar(tmp_path)
-    (tmp_path / "test" / "ship").rename(tmp_path / "test" / "boat")
+            assert loaded.classes == CIFAR10_CLASSES
+    (tmp_path / "tree/test/ship").rename(tmp_path / "tree/test/boat")
     with pytest.raises(InputError, match="10 classes"):
-        load_cifar10(tmp_path, "test")
+        load_cifar10(tmp_path / "tree", "test")
 
 
 # --- ImageNet's layout ----------------------------------------------------------------------------
@@ -176,23 +167,22 @@ def pil_eval_crop(image, size, crop_pct=0.875):
 
 
 def test_evaluation_crop_equals_pils(tree_dir):
-    trees = [(data.ImageTree(tree_dir, "val", size=size), range(6)) for size in (32, 56, 96)]
+    trees = [(data.ImageTree(tree_dir, "val", size=size), range(6)) for size in (32, 96)]
     photographs = SHARED / "data" / "imagenet_sample"
-    trees += [(data.ImageTree(photographs, "val"),
-               range(0, 200, 20))] if photographs.is_dir() else []
+    if photographs.is_dir():
+        trees.append((data.ImageTree(photographs, "val"), range(0, 200, 50)))
     for tree, indices in trees:
         for i in indices:
             image, label, position = tree[i]
             assert image.dtype == torch.uint8 and image.shape == (3, tree.size, tree.size)
-            assert position == i
-            assert label == (i // 2 if len(tree) == 6 else i)
+            assert (position, label) == (i, i // 2 if len(tree) == 6 else i)
             reference = pil_eval_crop(Image.open(tree.path(i)).convert("RGB"), tree.size)
             assert (image.int() - reference.int()).abs().max() <= 2
 
 
 def test_training_crop_equals_pils(tree_dir):
     tree = data.ImageTree(tree_dir, "train", size=40, train=True, seed=5)
-    for position in range(30):
+    for position in range(12):
         image, label, same = tree[position, position % len(tree)]
         source = Image.open(tree.path(position % len(tree))).convert("RGB")
         draw = uniform(torch.tensor([position]), 22, 5, RANDOM_CROP)[0].tolist()
@@ -212,19 +202,13 @@ def test_random_crop_follows_its_numbers():
         assert data.random_crop_box(100, 100, draw) == (left, top, 50, 50)
     quarter = draw[0]
     for share, ratio, box in ((quarter, 1.0, (58, 43)), (quarter, 0.0, (43, 58)),
-                              (0, 0.5, (28, 28)),
-                              (1, 0.5, (100, 100))):
+                              (0, 0.5, (28, 28)), (1, 0.5, (100, 100))):
         draw[0], draw[10] = share, ratio  # 4 : 3 and 3 : 4, log-uniform; areas of 8 to 100 %
         assert data.random_crop_box(100, 100, draw)[2:] == box
     draw[:2], draw[10:12] = (1.0, 0.0), (1.0, 0.5)  # the first does not fit, the second does
     assert data.random_crop_box(100, 100, draw)[2:] == (28, 28)
-    draws = uniform(torch.arange(1000), 22, 0, RANDOM_CROP).tolist()
-    for width, height in ((400, 300), (1000, 20), (20, 1000), (1, 1), (3, 500)):
-        left, top, w, h = np.array([data.random_crop_box(width, height, draw) for draw in draws]).T
-        assert min(left.min(), top.min()) >= 0 and min(w.min(), h.min()) >= 1
-        assert (left + w).max() <= width and (top + h).max() <= height
     # no box fits: a central crop of ratio 4/3
-    assert data.random_crop_box(1000, 20, draws[0]) == (486, 0, 27, 20)
+    assert data.random_crop_box(1000, 20, draw) == (486, 0, 27, 20)
 
 
 def test_long_strip_needs_little_memory():
@@ -273,12 +257,10 @@ def test_labels_follow_the_training_classes(tree_dir):
 
 
 def test_every_colour_mode_becomes_rgb(tmp_path):
-    for mode, kind in (("L", "JPEG"), ("CMYK", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"),
-                       ("RGBA", "PNG"), ("1", "PNG"), ("RGB", "WEBP"), ("RGBA", "WEBP")):
-        lossless = {"lossless": True} if kind == "WEBP" else {}
-        photo(50, 40, mode=mode).save(tmp_path / "x", kind, **lossless)
-        image = read_image(tmp_path / "x")
-        reference = tensor(Image.open(tmp_path / "x"))
+    for mode, kind in (("L", "JPEG"), ("CMYK", "JPEG"), ("LA", "PNG"), ("P", "PNG"),
+                       ("RGBA", "PNG"), ("1", "PNG")):
+        photo(50, 40, mode=mode).save(tmp_path / "x", kind)
+        image, reference = read_image(tmp_path / "x"), tensor(Image.open(tmp_path / "x"))
         assert image.dtype == torch.uint8
         assert (image.int() - reference.int()).abs().max() <= 1, (mode, kind)
     Image.fromarray(np.full((4, 4), 300, np.uint16)).save(tmp_path / "deep.png")
@@ -286,15 +268,9 @@ def test_every_colour_mode_becomes_rgb(tmp_path):
         read_image(tmp_path / "deep.png")
 
 
-@pytest.mark.parametrize("damage", ["half", "end", "empty", "text", "gone"])
-def test_bad_files_are_named(tree_dir, damage):
+@pytest.mark.parametrize("kept", [0, 400])
+def test_bad_files_are_named(tree_dir, kept):
     path = tree_dir / "train" / "n02" / "n02_1.JPEG"
-    full = path.read_bytes()
-    damaged = {"half": full[:len(full) // 2], "end": full[:-20], "empty": b"",
-               "text": b"hello " * 50}
-    path.write_bytes(damaged.get(damage, full))
-    tree = data.ImageTree(tree_dir, "train", size=24, train=True)
-    if damage == "gone":
-        path.unlink()
+    path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InputError, match=str(path)):
-        tree[0, 5]
+        data.ImageTree(tree_dir, "train", size=24, train=True)[0, 5]
