@@ -63,17 +63,6 @@ def test_one_tenth_validates_another_tenth_is_reported():
             divide({"": {"a": files[:n]}}, str)
 
 
-def test_new_files_move_at_most_one_other():
-    for n in (3, 12, 40):
-        files = [f"a/{i}" for i in range(n)]
-        before = divide({"": {"a": files}}, str)
-        for i in range(50):
-            new = f"a/new{i}"
-            now = divide({"": {"a": [*files, new]}}, str)
-            for part in ("val", "test"):
-                assert len(({*before[part]} ^ {*now[part]}) - {new}) <= 1
-
-
 def test_names_hash_equally_on_every_system():
     assert name_hash("a/M\u00fcller.jpg") == name_hash("a/Mu\u0308ller.jpg")
     assert name_hash(os.path.join("a", "b")) == name_hash("a/b")
@@ -151,11 +140,8 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     make("photos", 10)
     Path("photos/owl/9.png").write_bytes(b"nothing")
     main("--data_dir photos --max_steps 3 --image_size 32 --batch_size 8 --epochs 1")
-    out = capsys.readouterr().out
-    for words in ("skipping: cannot read photos/owl/9.png", "validation accuracy", "best.pt",
-                  "3 classes: cat, dog, owl"):
-        assert words in out, words
-    run = common.load("out/folder_symmetric")
+    out, run = capsys.readouterr().out, common.load("out/folder_symmetric/best.pt")
+    assert "skipping: cannot read photos/owl/9.png" in out and "3 classes: cat, dog, owl" in out
     assert run["classes"] == CLASSES
     test = evaluated("photos", run["seen"], **run["args"])
     assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 29
@@ -171,17 +157,13 @@ def test_resumed_run_needs_the_same_images():
 
 
 def test_folders_without_a_training_are_one_line():
-    make("one", 3, classes=["cat"])
     make("few", 2)
     for name in ("other/train", "val_only/val"):
         make(name, 4)
     make("other/val", 1, classes=["cat", "dog", "cow"])
-    for folder, words in (("one", "one has 1"), ("few", "cat has 2 images"), ("other", "cow"),
-                          ("val_only", "no training images of cat, dog, owl"),
-                          ("nowhere", "no folder 'nowhere'")):
+    for folder, words in (("few", "cat has 2 images"), ("other", "cow"),
+                          ("val_only", "no training images of cat, dog, owl")):
         assert words in refused(train_cls, "--data_dir", [folder]), folder
-    make("enough", 4)
-    assert "--holdout" in refused(train_cls, "--data_dir enough --holdout 3")
     assert not Path("out").exists()
 
 
@@ -201,13 +183,11 @@ def test_one_lister_finds_the_classes():
     make("photos", 1, classes=["M\u00fcller", "Mu\u0308ller"])
     with pytest.raises(InputError, match="two folders of the name"):
         list_images("photos")
-    for missing in ("", None, "nowhere"):                   # "" is not the current folder
-        with pytest.raises(InputError, match="there is no folder"):
-            list_images(missing)
+    with pytest.raises(InputError, match="there is no folder"):
+        list_images("")                                     # not the current folder
 
 
-@pytest.mark.parametrize("kind", ["jpg", "png", "webp"])
-def test_phone_photos_and_their_masks_are_upright(kind):
+def test_phone_photos_and_their_masks_are_upright():
     for part in ("images", "annotations"):
         Path("mine", part).mkdir(parents=True)
     upright = np.zeros((48, 32, 3), np.uint8)
@@ -216,7 +196,7 @@ def test_phone_photos_and_their_masks_are_upright(kind):
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
         lying = Image.fromarray(upright).transpose(turn)
-        lying.save(f"mine/images/{orientation}.{kind}", exif=exif, quality=95)
+        lying.save(f"mine/images/{orientation}.jpg", exif=exif, quality=95)
         mask = Image.fromarray(upright[..., 0])
         mask.save(f"mine/annotations/{orientation}.png")
     lying.convert("L").save(f"mine/annotations/{orientation}.png", exif=exif)   # like its photo
@@ -282,13 +262,11 @@ def test_masks_need_one_flag(capsys):
     masks("mine", [0, 255])
     call(train_seg.main,
          "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a --size 32 --epochs 1")
-    out, run = capsys.readouterr().out, common.load("a")
-    assert "2 classes" in out and "validation mean IoU" in out
-    assert run["classes"] == ["value 0", "value 255"] and Path("a/best.pt").exists()
+    out, run = capsys.readouterr().out, common.load("a/best.pt")
+    assert "2 classes" in out and run["classes"] == ["value 0", "value 255"]
     args = Namespace(**run["args"])
     test = load_segmentation(args, "test", run["seen"])
     assert len(test) == 2 and test.values == [0, 255] and run["metrics"]["classes"] == 2
-    call(train_seg.main, "--resume a --max_steps 3")
     masks("other", [0, 255], n=5)
     args.data_dir = "other"
     assert len(load_segmentation(args, "test", [])) == 5        # all of another folder
@@ -314,9 +292,6 @@ def test_every_listing_of_masks_follows_one_rule():
     Image.new("RGB", (40, 16)).save("mine/images/03.webp")
     with pytest.raises(InputError, match=r"2 files 03\.\*"):
         find_values("mine")
-    os.rename("mine/images", "mine/pictures")
-    with pytest.raises(InputError, match="no folder 'mine/images'"):
-        find_values("mine")
 
 
 def test_palettes_must_agree_across_files():
@@ -335,18 +310,7 @@ def test_palettes_must_agree_across_files():
         find_values("mine")
 
 
-def test_vanished_images_are_named():
-    masks("mine", [0, 1], n=4)
-    labelled = own_folder("mine", "all", [0, 1])
-    for i, path in enumerate(("images/00.jpg", "annotations/01.png")):
-        os.remove(f"mine/{path}")
-        with pytest.raises(InputError, match=path):
-            labelled[i]
-
-
 def test_masks_without_a_training_are_one_line():
     masks("mine", [0, 1])
     Image.new("RGB", (40, 40)).save("mine/annotations/03.png")
     assert "03.png" in refused(train_seg, "--data_dir mine")
-    masks("two", [0, 1], n=2)
-    assert "2 images, expected at least 3" in refused(train_seg, "--data_dir two")

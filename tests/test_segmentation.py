@@ -176,24 +176,11 @@ def test_a_view_follows_its_random_numbers():
 
 def test_scenes_are_labelled_in_every_pixel():
     flags = Namespace(data="shapes", num_images=20, size=24)
-    train, val, test = (load_segmentation(flags, part) for part in ("train", "val", "test"))
+    train, test = (load_segmentation(flags, part) for part in ("train", "test"))
     scenes = load_shapes("train", 20, 24)
     assert len(train) == 20 and train.classes == ["background", *scenes.classes]
     assert all(map(torch.equal, train[3], (scenes.images[3], scenes.masks[3])))
     assert torch.equal(test.images, load_shapes("test", 2, 24).images)
-    assert torch.equal(val.images, load_shapes("val", 2, 24).images)
-
-
-def test_palettes_hold_class_numbers_grey_becomes_rgb(root):
-    label = np.zeros((20, 30), np.uint8)
-    label[:10] = 2
-    Image.fromarray(label * 50).save(root / "images" / "training" / "0.png")
-    annotation = Image.fromarray(label).convert("P")
-    annotation.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
-    annotation.save(root / "annotations" / "training" / "0.png")
-    image, classes = ade20k(root, "training", 4)[0]
-    assert image.shape == (3, 20, 30) and image.dtype == torch.uint8 and (image[:, 0] == 100).all()
-    assert (classes[:10] == 1).all() and (classes[10:] == 255).all()
 
 
 def test_class_names_come_from_the_folder(root):
@@ -204,10 +191,12 @@ def test_class_names_come_from_the_folder(root):
     names = ["wall", "sky, air", *(f"thing {i}" for i in range(3, 151))]
     lines = ["Idx\tRatio\tTrain\tVal\tName", *(f"0\t0.1\t5\t2\t{name}" for name in names), ""]
     (root / "objectInfo150.txt").write_text("\n".join(lines))
-    assert len(ade20k(root, "training").classes) == 150
-    assert ade20k(root, "training").classes[:2] == ["wall", "sky"]
-    (root / "classes.txt").write_text("a\nb\nc\nd\n\n")
+    found = ade20k(root, "training").classes
+    assert len(found) == 150 and found[:2] == ["wall", "sky"]
+    (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
+    with pytest.raises(InputError, match="--num_classes 5"):
+        ade20k(root, "training", 5)
 
 
 def test_a_picture_is_drawn(root, tmp_path):
@@ -219,25 +208,9 @@ def test_a_picture_is_drawn(root, tmp_path):
         parts = torch.from_numpy(np.array(picture))[0].split(label.shape[1])
     expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
     assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
-    assert len({tuple(c) for c in palette(150)[:150].tolist()}) == 150
-    assert palette(150)[150:].eq(0).all()                                   # 255, ignored, too
 
 
 # --- faulty folders -------------------------------------------------------------------------------
-
-def test_faults_of_a_folder_are_named(root):
-    for folder, split, word in ((root / "nowhere", "training", "nowhere"), (root, "test", "test")):
-        with pytest.raises(InputError, match=word):
-            ade20k(folder, split, 4)
-    with pytest.raises(InputError, match="2.\\*"):
-        (root / "annotations" / "training" / "2.png").rename(root / "2.png")
-        ade20k(root, "training", 4)
-    (root / "2.png").rename(root / "annotations" / "training" / "2.png")
-    (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
-    assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
-    with pytest.raises(InputError, match="--num_classes 5"):
-        ade20k(root, "training", 5)
-
 
 def test_wrong_annotations_are_named(root):
     path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
@@ -249,6 +222,6 @@ def test_wrong_annotations_are_named(root):
             ade20k(root, "training", 4)[1]
     Image.fromarray(label + 255).save(path)  # 255 is ignored too
     assert (ade20k(root, "training", 4)[1][1] == 255).all()
-    path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(InputError, match="1.png"):
-        ade20k(root, "training", 4)[1]
+    path.unlink()
+    with pytest.raises(InputError, match="1.\\*"):
+        ade20k(root, "training", 4)

@@ -89,12 +89,6 @@ def test_new_words_become_unk_if_training_has_none(folder, capsys):
         load_corpus(folder).vocab.encode_lines(["unseen"])
 
 
-def test_binary_token_files_are_named(folder):
-    write(folder, valid=b"good line\nbad \xff\xfe\n")
-    with pytest.raises(InputError, match="wiki.valid.tokens"):
-        load_corpus(folder)
-
-
 # --- pydoc ----------------------------------------------------------------------------------------
 
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
@@ -128,22 +122,16 @@ def lines_of(folder, split):
 
 
 def test_a_text_file_is_split_by_paragraphs(folder):
-    Path("mine").mkdir()
-    Path("mine/book.txt").write_text(BOOK)
-    Path("book.txt").write_text(BOOK)  # another text of the same name
-    made = text_folder("folder", "mine/book.txt")
-    assert text_folder("folder", "book.txt") != made
+    Path("book.txt").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())     # a byte order mark is no word
+    made = text_folder("folder", "book.txt")
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert text_folder("folder", "mine/book.txt") == made  # written again
+    assert text_folder("folder", "book.txt") == made  # written again
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
     fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
     assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
     assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
-    corpus = load_corpus(made)
-    words = [word for line in lines_of(made, "train") for word in line.split()]
     assert lines_of(made, "train")[-1].split() == ["<unk>"]  # added, because no word is rare
-    assert len(corpus.train) == len(words) + 37
 
 
 def test_rare_and_new_words_become_unk(folder):
@@ -153,11 +141,8 @@ def test_rare_and_new_words_become_unk(folder):
     assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
     rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
     assert rare.sum() == 2
-    Path("new.txt").write_text("the same words again\n" * 38 + "the very new\n" * 2)
-    corpus = load_corpus(text_folder("folder", "new.txt"))  # split by lines: none is blank
-    assert [corpus.vocab.words[i] for i in corpus.test] == ["the", "<unk>", "<unk>", "<eos>"] * 2
     Path("few.txt").write_text("".join(f"word{i % 6}\n" for i in range(18)) + "new\n" * 2)
-    # 20 lines are enough, and a word that occurs 3 times is not rare
+    # split by lines, because none is blank; a word that occurs 3 times is not rare
     corpus = load_corpus(text_folder("folder", "few.txt"))
     assert [corpus.vocab.words[i] for i in corpus.test] == ["<unk>", "<eos>"]
 
@@ -172,24 +157,6 @@ def test_words_do_not_depend_on_their_unicode_form(folder):
     decomposed = load_corpus(folder)
     assert composed.vocab == decomposed.vocab
     assert np.array_equal(composed.valid, decomposed.valid) and composed.valid[0] != 0
-
-
-def test_byte_order_marks_are_no_words(folder):
-    Path("notes.md").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())
-    Path("plain.txt").write_text(BOOK)
-    corpus, plain = (load_corpus(text_folder("folder", name)) for name in ("notes.md", "plain.txt"))
-    assert corpus.vocab == plain.vocab and np.array_equal(corpus.train, plain.train)
-
-
-def test_files_without_text_are_named(folder):
-    Path("a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(InputError, match="a.txt"):
-        text_folder("folder", "a.txt")
-    with pytest.raises(InputError, match="--data wikitext"):
-        text_folder("wikitext", None)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        text_folder("folder", "nowhere")
-    assert not Path("out").exists()
 
 
 def test_another_text_is_scored_word_by_word(folder):
@@ -230,12 +197,6 @@ def test_windows_depend_on_seed_step_and_place_alone():
     assert len(set(whole[:, 0].tolist())) == 16
 
 
-def test_every_window_is_drawn_equally_often():
-    starts = torch.cat([random_windows(TEXT[:14], step, 100, 8, 0)[:, 0] for step in range(60)])
-    counts = torch.bincount(starts)
-    assert len(counts) == 6 and (counts - 1000).abs().max() < 150  # 5 standard deviations
-
-
 def test_windows_reach_every_place_of_a_large_text():
     class Places:  # as long as WikiText-103, without data
         def __len__(self):
@@ -269,8 +230,7 @@ class Reads(torch.nn.Module):
         return hidden[..., 1]
 
 
-@pytest.mark.parametrize("M", [9, 17, 30])
-@pytest.mark.parametrize("stride", [1, 3, 7, 8])
+@pytest.mark.parametrize("M, stride", [(9, 3), (17, 1), (30, 3), (30, 7), (30, 8)])
 def test_every_token_is_scored_once_with_its_context(M, stride):
     model = Reads()
     # the length of each target's context, in tokens
