@@ -366,7 +366,6 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, 
     them first, as cleverhans does with normalised images.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
-    check_inputs(model, images, clip=clip)
     adv = images.clone() if clip else images.clamp(0, 1)
     left = margin(clean_logits(model, adv), labels) + confidence
     rows = (left >= 0).nonzero()[:, 0]                             # unfooled images
