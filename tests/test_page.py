@@ -94,16 +94,16 @@ def traced(name, images, **config):
 
 
 # (variant, lambda, n, layers), one for each picture
-SETTINGS = [(form, lambd, n, layers) for form in ("released", "paper", "admm")
-            for lambd, n, layers in ((0, 4, [0]), (0.1, 4, [1, 3]), (1.5, 1, [0]), (4, 4, [0]),
-                                     (4, 12, [0]), (1e9, 4, [1, 3]), (1e9, 12, [0]))]
+SETTINGS = [("released", 0, 4, [0]), ("released", 4, 4, [0]), ("released", 0.1, 4, [1, 3]),
+            ("paper", 4, 4, [0]), ("paper", 1.5, 1, [0]), ("admm", 4, 12, [0]),
+            ("admm", 1e9, 4, [1, 3])]
 
 
 @needs_node
 def test_live_network_equals_attention_py():
     """Logits, S, K2 and L of every step agree within 1e-4 of the largest number."""
-    noise = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    images = torch.cat([load_shapes("test", 16).images / 255, noise, torch.zeros(1, 3, 32, 32)])
+    noise = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    images = torch.cat([torch.zeros(1, 3, 32, 32), noise, load_shapes("test", 5).images / 255])
     found = in_node(f"""
         const short = x => Array.from(x, xi => Number(xi.toPrecision(7)));
         return {json.dumps(images.flatten(1).tolist())}.map((image, i) => {{
@@ -155,7 +155,7 @@ def test_live_attack_keeps_budget_and_lowers_margin():
         const pixels = Float32Array.from({json.dumps(pixels.tolist())});
         return [[1.5, 0], [8, 0], [8, 0], [8, 1]].map(([eps, seed]) => {{
           const search = new SquareAttack(pixels, eps / 255, seed), asked = [];
-          for (let query = 0; query < 200; query++) {{
+          for (let query = 0; query < 60; query++) {{
             const x = search.propose(), far = x.map((xi, i) => Math.abs(xi - pixels[i]));
             asked.push([Math.max(...far), Math.max(...x), -Math.min(...x)]);
             search.tell(margin([1, x.reduce((a, b, i) => a + b * Math.cos(i), 0)], 0));
@@ -205,7 +205,6 @@ ASK = """
 
 @needs_node
 def test_s_on_paint_equals_attention_py():
-    """Check the first view: answers of three networks, mean |S| on painted and other patches."""
     images = load_shapes("test", 4).images[:2] / 255
     hit = torch.zeros(64, dtype=torch.bool)
     hit[[3, 9, 30, 44, 45, 60]] = True
@@ -216,11 +215,10 @@ def test_s_on_paint_equals_attention_py():
         for (const [scene, pixels] of {json.dumps(images.flatten(1).tolist())}.entries()) {{
           const seen = await glance({{...now, scene}}, Float32Array.from(pixels));
           found.push({{pixels: [...seen.pixels], on: seen.on.S, off: seen.off.S,
-                       words: plain(seen, "abcdefghij"), answers: Object.values(seen.answers).map(
-                         ({{answer, before}}) => [[...answer], [...before]])}});
+                       words: plain(seen, "abcdefghij")}});
         }}
         return found;""", "network", "damage", "inside")
-    for image, seen in zip(images, found):
+    for seen in found:
         painted = torch.tensor(seen["pixels"]).view(1, 3, 32, 32)
         steps = traced("rpc", painted)[2]
         S = steps[-1]["S"].abs().sum((1, 3))[0, 1:]
@@ -228,10 +226,6 @@ def test_s_on_paint_equals_attention_py():
         assert seen["on"] == pytest.approx(S[hit].mean().item(), abs=1e-4)
         assert seen["off"] == pytest.approx(S[~hit].mean().item(), abs=1e-4)
         assert f"{S[hit].mean():.2f} on paint, {S[~hit].mean():.2f} elsewhere" in seen["words"]
-        for name, pair in zip(("softmax", "symmetric", "rpc"), seen["answers"], strict=True):
-            for x, got in zip((painted, image[None]), pair):
-                expected = traced(name, x)[0].softmax(-1)[0].tolist()
-                assert got == pytest.approx(expected, abs=1e-4)
 
 
 @needs_node
@@ -251,7 +245,7 @@ def test_every_step_equals_attention_py():
           const maps = columns.map(({{S, left, A}}) => [S, left, received(A),
             patches(j => looks(A, 28, j))].map(map => Array.from(map)));
           found.push({{answer: [...answer], residuals, entropies, nulls, maps,
-                       words: sentence(seen, 27), meaning: meaning(seen)}});
+                       words: sentence(seen, 27)}});
         }}
         return found;""", "network", "damage", "inside")
     for (scene, lambd, n, form, layers), seen in zip(STATES, shown, strict=True):
@@ -277,13 +271,9 @@ def test_every_step_equals_attention_py():
             assert seen["nulls"]["entropy"][name] == pytest.approx(entropy.item(), abs=1e-4)
             assert seen["nulls"]["residual"][name] == pytest.approx(residual.item(), abs=1e-4)
         assert seen["answer"] == pytest.approx(logits.softmax(-1)[0].tolist(), abs=1e-4)
-        shown = "∞" if lambd == 1e9 else lambd
-        assert f"Step {n} in layer {layers[0]}, λ = {shown}, {form}: S" in seen["words"]
         assert f"residual {residuals[-1]:.2f} of |K|, entropy {entropies[-1]:.2f}" in seen["words"]
         itself = f"row 4, column 4 gives itself {100 * maps[-1][3, 27]:.0f} % of its attention"
         assert itself in seen["words"]
-        assert ("S is empty" in seen["meaning"]) == (lambd == 1e9)
-        assert ("S takes everything" in seen["meaning"]) == (lambd == 0)
 
 
 @pytest.fixture(scope="module")
@@ -291,10 +281,9 @@ def page():
     return page_maker.page()
 
 
-@pytest.fixture(scope="module")
-def visit(page, tmp_path_factory):
-    """Open the page once: guess, paint a stroke, clear it, and attack."""
-    return in_chromium(page, """
+@needs_chromium
+def test_guess_stroke_and_attack_update_the_page(page, tmp_path):
+    visit = in_chromium(page, """
         const text = async different => {
           while (["", different].includes($("plain").textContent)) await wait(20);
           return $("plain").textContent;
@@ -321,23 +310,14 @@ def visit(page, tmp_path_factory):
         while (!$("verdict").textContent.startsWith("After")) await wait(20);
         const words = [...document.querySelectorAll("#duel .words")].map(x => x.textContent);
         const bars = [...document.querySelectorAll("#duel .stored")].map(x => x.textContent);
-        return {asked, painted, verdict: $("verdict").textContent, words, bars};""",
-                       tmp_path_factory.mktemp("visit"))
-
-
-@needs_chromium
-def test_guess_paints_and_stroke_updates_numbers(visit):
+        return {asked, painted, verdict: $("verdict").textContent, words, bars};""", tmp_path)
     first, second, third = visit["painted"]
-    assert visit["asked"] == [False, "", False]              # nothing is said before the guess
+    assert visit["asked"] == [False, "", False]             # nothing is said before the guess
     assert first.startswith("You guessed smaller. Six patches are noise")
     assert "Seven patches are noise" in second
     numbers = r"(\d\.\d\d) on paint, (\d\.\d\d) elsewhere"
     assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
     assert third.startswith("Nothing is painted")
-
-
-@needs_chromium
-def test_attack_stops_beside_stored_accuracies(visit):
     fooled = ["is fooled" in part for part in visit["verdict"].split(",")]
     assert fooled == [" became " in words for words in visit["words"]]
     for name, bar in zip(page_maker.NETWORKS, visit["bars"], strict=True):
@@ -384,16 +364,6 @@ def test_page_fetches_nothing_and_labels_everything(page):
         assert re.search(rf'<label[^>]*>[^<]*<{tag}[^>]* id="{name}"', written), name
     for alt, _ in re.findall(page_maker.PICTURE, TEXT):
         assert page.count(f'"{alt}"') == 1
-
-
-def test_formulas_become_mathml_and_code_stays():
-    text = ("$$\\frac{a}{b}$$ and $c_d * e * f$, `$no$` [file](../vit.py) [part](#part-1)\n\n"
-            "```python\nx = '$y$'\n```\n\n| a |\n|---|\n| $|z|$ |\n")
-    html = page_maker.to_html(text)
-    assert html.count("<math") == html.count("</math>") == 3
-    assert "<mfrac>" in html and "<em>" not in html
-    assert "<code>$no$</code>" in html and "$y$" in html and '<div class="wide"><table>' in html
-    assert "file" in html and "vit.py" not in html and 'href="#part-1"' in html
 
 
 def test_inner_links_of_page_have_targets(page):
