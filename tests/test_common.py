@@ -74,26 +74,12 @@ def test_a_log_is_cut_after_the_step(tmp_path):
 ROOT = Path(common.__file__).parent
 
 
-def test_the_users_own_spin_count_wins(monkeypatch):
-    before_torch = (ROOT / "common.py").read_text().split("import torch")[0]
-    for own, spins in (({}, "10000"), ({"GOMP_SPINCOUNT": "77"}, "77"),
-                       ({"OMP_WAIT_POLICY": "passive"}, None)):
-        monkeypatch.setattr(os, "environ", dict(own))
-        exec(before_torch, {"__name__": "common"})
-        assert os.environ.get("GOMP_SPINCOUNT") == spins
-
-
 def test_scripts_import_common_before_torch():
     scripts = [text for path in ROOT.glob("*.py") if "common.run(" in (text := path.read_text())]
     assert len(scripts) >= 6
     for text in scripts:
         first = re.search(r"^(import|from) (common|torch|attention|vit|data)\b", text, re.M)
         assert first[2] == "common", text[:100]
-
-
-def test_rpc_layers_are_read():
-    for text, layers in (("0", (0,)), ("all", (0, 1, 2, 3)), ("0,2", (0, 2)), ("0,2-3", (0, 2, 3))):
-        assert common.parse_layers(text, 4) == layers
 
 
 def test_input_errors_are_one_line():

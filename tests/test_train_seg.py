@@ -13,12 +13,12 @@ import torch
 import common
 import train_seg
 from fixtures import ROOT
-from data.masks import Scenes, SegTree, TrainingViews
+from data.masks import Scenes, SegTree
 from data.rng import epoch_order
 from runs import call, flags, log, make_pairs, refused
 from segmenter import (SegmenterConfig, confusion, predict_classes, scores,
                        segmenter_from_checkpoint)
-from vit import ViT, ViTConfig, resize_pos_embed
+from vit import ViT, ViTConfig
 
 pytestmark = pytest.mark.usefixtures("alone")
 train, bad = partial(call, train_seg.main), partial(refused, train_seg)
@@ -54,14 +54,12 @@ def test_the_checkpoint_alone_reproduces_the_mean_iou(capsys, monkeypatch):
 def test_scenes_start_from_the_shipped_classifier():
     def get(*given):
         return call(train_seg.get_args, *given)[0]
-    for given, attn in (("", "rpc"), ("--attn symmetric", "symmetric"), ("--attn rpc", "rpc")):
+    for given, attn in (("", "rpc"), ("--attn symmetric", "symmetric")):
         args = get(given)
         assert Path(args.backbone).resolve() == ROOT / "weights" / f"shapes_{attn}.pt"
         assert (args.attn, args.n_iter) == (attn, None)
-    for given in ("--model nano", "--attn rpc --n_iter 6", "--patch_size 4", "--attn rpc_asym"):
-        args = get(given)
-        assert (args.backbone, args.model, args.patch_size) == (None, "nano", 4)
-    assert get("--data camvid --data_dir x").backbone is None
+    for given in ("--model nano", "--attn rpc --n_iter 6", "--attn rpc_asym"):
+        assert get(given).backbone is None
     assert get("--backbone a").backbone == "a"
 
 
@@ -90,14 +88,6 @@ def test_processes_share_batches_and_number_samples():
         assert all(part == keys[:1] for part in dealt[len(keys):])      # idle: labels are ignored
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
-    views = TrainingViews(Scenes("train", 10, 16), 16, (1, 1), seed=1)
-    batches = [list(train_seg.train_batches(views, args, 0, 3, torch.zeros(3, 1, 1), rank, 4))
-               for rank in range(4)]
-    ignored = [bool((labels == 255).all()) for *_, (_, labels) in batches]
-    assert ignored == [False, False, True, True]                        # the last batch has two
-    for rank, ((images, _), *_) in enumerate(batches):
-        image = views.source[whole[0][rank][1]][0] / 255
-        assert torch.equal(images[0], image) or torch.equal(images[0], image.flip(2))
 
 
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
@@ -142,8 +132,6 @@ def test_a_backbone_keeps_its_own_attention(root, monkeypatch):
     assert (config.embed_dim, config.depth, config.patch_size) == (64, 2, 8)
     torch.testing.assert_close(weights["encoder.blocks.1.attn.qkv.weight"],
                                backbone.blocks[1].attn.qkv.weight.data)
-    positions = resize_pos_embed(backbone.pos_embed.data, (6, 6), "bilinear")
-    torch.testing.assert_close(weights["encoder.pos_embed"], positions, rtol=0, atol=1e-6)
     Path("rpc.pt").rename("moved.pt")
     train("--resume a --max_steps 2")                               # no longer needs the backbone
     run[-1] = "moved.pt"
