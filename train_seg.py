@@ -41,8 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.images import fingerprint, image_batches
-from data.masks import (IGNORE, TrainingViews, find_values, finish_views, load_segmentation,
-                        save_pictures)
+from data.masks import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
 from data.rng import DROPOUT, epoch_order, seed_from
 from robust.corruptions import NAMES, corrupt
 from segmenter import (Segmenter, SegmenterConfig, backbone_settings, evaluate, load_encoder,
@@ -229,9 +228,8 @@ def evaluate_only(args, rank, world, device):
     data = args.data if args.data_dir else trained["data"]
     data_dir = args.data_dir or trained["data_dir"]
     flags = Namespace(**{**trained, "data": data, "data_dir": data_dir})
-    if data == "folder" and trained["data"] != "folder":
-        flags.values = find_values(data_dir)
-    test = load_segmentation(flags, "test", seen=checkpoint.get("seen", ()))
+    test, = load_segmentation(flags, ["all" if data == "folder" else "test"],
+                              checkpoint["classes"], checkpoint.get("seen", ()))
     if list(test.classes) != list(checkpoint["classes"]):
         raise InputError(f"{args.eval_only} has the classes {checkpoint['classes'][:9]}, but "
                          f"{data_dir or data} has {list(test.classes)[:9]}; name the same classes "
@@ -286,15 +284,11 @@ def main():
 
     # Data. For your own images, a tenth of the images is held out and chooses best.pt.
     keep_best = args.data == "folder"
-    if args.data == "folder":
-        args.values = find_values(args.data_dir)
-        args.num_classes = len(args.values)
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
                       num_workers=args.num_workers)                 # for `evaluate`, `predictions`
-    train = load_segmentation(args, "train")                        # a Dataset with .classes
-    val = load_segmentation(args, "val" if keep_best else "test")
+    train, val = load_segmentation(args, ["train", "val" if keep_best else "test"])
     split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")

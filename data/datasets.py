@@ -14,13 +14,10 @@ from typing import Callable, NamedTuple
 import torch
 
 from common import InputError, bar, print0
-from data.images import (ImageTree, Split, central_square, divide, file_hash, list_images,
-                         part_folders, read_image)
+from data.images import (ImageTree, Split, central_square, choose_part, composed, file_hash,
+                         list_images, part_folders, read_image)
 from data.rng import epoch_order
 from data.shapes import load_shapes
-
-CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
-                   "truck"]
 
 
 # --- loaders --------------------------------------------------------------------------------------
@@ -31,49 +28,53 @@ def shapes(split, args):
 
 
 def cifar10(split, args):
-    return load_cifar10(args.data_dir, split, args.download)
-
-
-def load_cifar10(data_dir, split, download=False):
-    """Load "train" or "test" of CIFAR-10 as a Split.
-
-    data_dir contains torchvision's folder cifar-10-batches-py (download=True fetches it), or
-    folders train/<class>/ and test/<class>/ (or val/<class>/) of images.
-    """
-    if download or Path(data_dir, "cifar-10-batches-py").is_dir():
+    """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
+    if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
         from torchvision.datasets import CIFAR10
-        dataset = CIFAR10(data_dir, train=split == "train", download=download)
+        dataset = CIFAR10(args.data_dir, train=split == "train", download=args.download)
         images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
-
-    parts = part_folders(data_dir)
-    found = list_images(parts.get(split) or split == "test" and parts.get("val") or data_dir)
-    if list(found) != CIFAR10_CLASSES:
-        raise InputError(f"--data_dir {data_dir} has no CIFAR-10 {split} images, or not all 10 "
-                         f"classes: expected cifar-10-batches-py/ or {split}/<class>/*")
-    files = [(path, label) for label, paths in enumerate(found.values()) for path in paths]
-    images = [read_image(path) for path, _ in bar(files, f"decoding CIFAR-10 {split}", leave=False)]
-    return Split(torch.stack(images), torch.tensor([label for _, label in files]), list(found))
+    tree = ImageTree(args.data_dir, "train" if split == "train" else "val", size=32, crop=1.0)
+    images = [tree.load(i, ()) for i in bar(range(len(tree)), "decoding CIFAR-10", leave=False)]
+    return Split(torch.stack(images), tree.labels, tree.classes)
 
 
 def imagenet(split, args):
-    return ImageTree(args.data_dir, {"test": "val"}.get(split, split), args.classes,
-                     args.image_size, split == "train", args.seed, args.crop)
+    return ImageTree(args.data_dir, "train" if split == "train" else "val", args.classes,
+                     args.image_size, split == "train", args.seed)
 
 
 def folder(split, args):
-    if split == "train":
-        parts = part_folders(args.data_dir)
-        print0(f"{args.data_dir}: the test images, which only eval_robust.py uses, are "
-               f"{parts.get('test') or parts.get('val') or 'a tenth of each class'}")
-    return load_photos(args.data_dir, split, args.image_size, args.crop, args.seen)
+    """Load your own images as squares. A file that cannot be read is left out.
+
+    args.crop: of the network's training. args.seen: hashes of files that are left out, because a
+    network was trained on them.
+    """
+    classes, files = find_photos(args.data_dir, split)
+    images, labels, hashes = [], [], []
+    for path, label in bar(files, "decoding", leave=False):
+        try:
+            image = read_image(path)
+        except InputError as error:
+            print0(f"skipping: {error}")
+            continue
+        if (name := file_hash(path)) not in args.seen:
+            images.append(central_square(image, args.image_size, args.crop))
+            labels.append(label)
+            hashes.append(name)
+    if not images:
+        raise InputError(f"--data_dir {args.data_dir}: no image can be read, or the network was "
+                         f"trained on all of them")
+    if split == "all":
+        print0(f"{Path(files[0][0]).parents[1]}/: {len(images)} of {len(files)} images are "
+               f"evaluated, without images of the training")
+    return Split(torch.stack(images), torch.tensor(labels), classes, hashes=hashes)
 
 
 def find_photos(root, part):
     """List images of root/<class>/ or root/{train,val,test}/<class>/: class names, [(path, label)].
 
-    part: "train", "val" or "test", see `divide`; or "all", which is test/ if it exists, else val/,
-    else all images. InputError if there are fewer than two classes.
+    part: "train", "val", "test" or "all", see `choose_part`.
     """
     found = {name: list_images(path) for name, path in part_folders(root).items()}
     classes = sorted({name for images in found.values() for name in images})
@@ -83,39 +84,8 @@ def find_photos(root, part):
     missing = sorted(set(classes) - set(found.get("train", found.get("", ()))))
     if missing and part != "all":
         raise InputError(f"--data_dir {root} has no training images of {', '.join(missing[:5])}")
-    labelled = {name: {one: [(path, classes.index(one)) for path in paths]
-                       for one, paths in images.items()} for name, images in found.items()}
-    if part == "all":
-        reported = next(name for name in ("test", "val", "train", "") if name in found)
-        return classes, sum(labelled[reported].values(), [])
-    return classes, divide(labelled, lambda file: os.path.relpath(file[0], root))[part]
-
-
-def load_photos(root, part, size, crop=1.0, seen=()):
-    """Load a part of a folder (see find_photos) as a Split of squares of `size` pixels.
-
-    seen: hashes of files that are left out, because a network was trained on them. A file that
-    cannot be read is left out, and a line names it.
-    """
-    classes, files = find_photos(root, part)
-    images, labels, hashes = [], [], []
-    for path, label in bar(files, "decoding", leave=False):
-        try:
-            image = read_image(path)
-        except InputError as error:
-            print0(f"skipping: {error}")
-            continue
-        if (name := file_hash(path)) not in seen:
-            images.append(central_square(image, size, crop))
-            labels.append(label)
-            hashes.append(name)
-    if not images:
-        raise InputError(f"--data_dir {root}: no image can be read, or the network was trained on "
-                         f"all of them")
-    if part == "all":
-        print0(f"{os.path.dirname(os.path.dirname(files[0][0]))}/: {len(images)} of {len(files)} "
-               f"images are evaluated, without images of the training")
-    return Split(torch.stack(images), torch.tensor(labels), classes, hashes=hashes)
+    files = choose_part(found, part, lambda path: os.path.relpath(path, root))
+    return classes, [(path, classes.index(composed(Path(path).parent.name))) for path in files]
 
 
 class DataSet(NamedTuple):
@@ -145,18 +115,16 @@ DATASETS = {
 }
 
 
-# --- the doors ------------------------------------------------------------------------------------
+# --- load a part ----------------------------------------------------------------------------------
 
-def load_part(split, args, device):
-    """Load one part of the data set args.data: "train" or "test"; for a folder also "val", "all".
+def load_part(split, flags, device):
+    """Load one part of the data set flags["data"]: "train", "test"; of a folder also "val", "all".
 
-    args: a run's flags.
+    flags: a dict. Returns a Split on the device, or a Dataset of files.
     """
-    args = Namespace(**{"classes": None, "seen": (), "crop": DATASETS[args.data].crop,
-                        **vars(args), "device": device})
-    if args.data in ("cifar10", "imagenet", "folder") and not args.data_dir:
-        raise InputError(f"--data {args.data} needs --data_dir")
-    found = DATASETS[args.data].load(split, args)
+    data = DATASETS[flags["data"]]
+    flags = {"classes": None, "seen": (), "crop": data.crop, **flags, "device": device}
+    found = data.load(split, Namespace(**flags))
     if isinstance(found, Split):
         return found._replace(images=found.images.to(device), labels=found.labels.to(device))
     return found
@@ -165,17 +133,18 @@ def load_part(split, args, device):
 def load_data(args, device):
     """Load (training images, images to evaluate on during training), and print their numbers.
 
-    Images to evaluate on are validation images, which choose best.pt, for your own folder and with
-    --holdout; so the test images of load_test influence nothing. Otherwise they are the test
-    images.
+    With your own images and with --holdout, the images to evaluate on are held out of the training;
+    they choose best.pt. Otherwise they are the test images.
     """
-    train = load_part("train", args, device)
-    if args.holdout:
-        if args.data == "folder" or not isinstance(train, Split):
-            raise InputError(f"--holdout does not go with --data {args.data}")
-        train, val = hold_out(train, args.holdout)
+    train = load_part("train", vars(args), device)
+    if args.data == "folder":
+        val = load_part("val", vars(args), device)
+    elif args.holdout:                                  # a fixed random choice
+        order = epoch_order(len(train.labels), 0, seed=0)
+        val, train = (Split(train.images[part], train.labels[part], train.classes)
+                      for part in (order[:args.holdout], order[args.holdout:]))
     else:
-        val = load_part("val" if args.data == "folder" else "test", args, device)
+        val = load_part("test", vars(args), device)
     if list(train.classes) != list(val.classes):
         odd = sorted(set(train.classes) ^ set(val.classes))[:5]
         raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
@@ -185,14 +154,9 @@ def load_data(args, device):
     return train, val
 
 
-def hold_out(split, n):
-    """Divide a Split into (training images, n held-out images), by a fixed random order."""
-    if not 0 < n < len(split.labels):
-        raise InputError(f"--holdout {n}: expected 1 to {len(split.labels) - 1}, because there are "
-                         f"{len(split.labels)} training images")
-    order = epoch_order(len(split.labels), 0, seed=0)
-    parts = (order[n:], order[:n])
-    return tuple(Split(split.images[part], split.labels[part], split.classes) for part in parts)
+def split_name(args):
+    """Return the name of the images on which a run is evaluated during training."""
+    return "validation" if args.holdout or args.data in ("folder", "imagenet") else "test"
 
 
 def load_test(args, trained, size, classes, seen=()):
@@ -204,15 +168,7 @@ def load_test(args, trained, size, classes, seen=()):
     them. With --data folder every image of data_dir is tested that is not in `seen`, so training
     images are left out even if they were renamed, moved or copied.
     """
-    crop = DATASETS[trained.get("data", args.data)].crop
     flags = dict(num_images=16000, seed=0, download=False)
-    flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, crop=crop,
-                 classes=classes, seen=seen)
-    return load_part("all" if args.data == "folder" else "test", Namespace(**flags), args.device)
-
-
-def split_name(args):
-    """Return the name of the images on which a run is evaluated during training."""
-    if args.holdout or args.data == "folder":
-        return "validation"
-    return "val" if args.data == "imagenet" else "test"
+    flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, seen=seen,
+                 classes=classes, crop=DATASETS[trained.get("data", args.data)].crop)
+    return load_part("all" if args.data == "folder" else "test", flags, args.device)

@@ -71,38 +71,32 @@ def composed(name):
     return normalize("NFC", str(name).replace(os.sep, "/"))
 
 
-def list_files(folder, endings=IMAGE_EXTENSIONS):
-    """List the files directly inside a folder, sorted paths; hidden files are left out."""
+def entries(folder):
+    """List what a folder contains as os.DirEntry, sorted by name, without hidden names."""
     if not os.path.isdir(folder or ""):
         raise InputError(f"there is no folder {folder or ''!r}; --data_dir selects the images")
-    with os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.name.lower().endswith(endings)
-                 and not entry.name.startswith(".") and entry.is_file()]
-    return [os.path.join(folder, name) for name in sorted(names, key=composed)]
+    with os.scandir(folder) as found:
+        return sorted((entry for entry in found if not entry.name.startswith(".")),
+                      key=lambda entry: composed(entry.name))
+
+
+def list_files(folder, endings=IMAGE_EXTENSIONS):
+    """List the paths of the files directly inside a folder."""
+    return [entry.path for entry in entries(folder)
+            if entry.name.lower().endswith(endings) and entry.is_file()]
 
 
 def subfolders(root):
-    """Return {name: path} of the folders in a folder, sorted. Links count, hidden folders do not.
-
-    InputError if two folders have one name in different Unicode forms.
-    """
-    if not os.path.isdir(root or ""):
-        raise InputError(f"there is no folder {root or ''!r}; --data_dir selects the images")
-    found = {}
-    for name in os.listdir(root):
-        path = os.path.join(root, name)
-        if os.path.isdir(path) and not name.startswith("."):
-            if composed(name) in found:
-                raise InputError(f"{root} contains two folders of the name {name}; rename one")
-            found[composed(name)] = path
-    return dict(sorted(found.items()))
+    """Return {name: path} of the folders and linked folders in a folder."""
+    folders = [entry for entry in entries(root) if os.path.isdir(entry.path)]
+    found = {composed(entry.name): entry.path for entry in folders}
+    if len(found) < len(folders):                       # one class would replace the other
+        raise InputError(f"{root} contains two folders of one name in different Unicode forms")
+    return found
 
 
 def list_images(root):
-    """List root/<class>/<image>: {class name: paths}, both sorted.
-
-    Folders without an image directly inside are no classes.
-    """
+    """List root/<class>/<image>: {class: paths}. Folders without images are no classes."""
     files = {name: list_files(path) for name, path in subfolders(root).items()}
     return {name: found for name, found in files.items() if found}
 
@@ -118,10 +112,7 @@ PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "v
 
 
 def part_folders(root):
-    """Return {"train", "val", "test": path} of the folders with such names; {"": root} without.
-
-    So these names are never classes.
-    """
+    """Return {"train", "val" or "test": path} of the folders with these names, else {"": root}."""
     found = {PARTS[name.lower()]: path for name, path in subfolders(root).items()
              if name.lower() in PARTS}
     return found or {"": root}
@@ -130,7 +121,7 @@ def part_folders(root):
 # --- held-out images ------------------------------------------------------------------------------
 
 def name_hash(name):
-    """Hash a name for splits that depend on names only."""
+    """Hash a name, equally on every system."""
     return zlib.crc32(composed(name).encode("utf-8", "surrogateescape"))
 
 
@@ -140,43 +131,45 @@ def file_hash(path):
         return hashlib.sha256(file.read()).hexdigest()[:16]
 
 
-def divide(found, name):
-    """Divide files into lists {"train", "val", "test"}. val chooses best.pt, test is reported.
+def choose_part(found, part, name):
+    """Return the files of one part of your own data: "train", "val", "test" or "all".
 
-    found: {part: {class: [file]}} with the parts of `part_folders`. name(file): the name whose hash
-    orders the files of a class. The first tenth becomes test and the last tenth val, at least one
-    file each, so a new file moves at most one other file into or out of each part. The folder test/
-    replaces the first tenth and val/ the last tenth; val/ without test/ is reported as test.
+    found: {folder: {class: [file]}}, with the folders of `part_folders`. val chooses best.pt, and
+    test is reported. The hashes of name(file) order the files of a class: the first tenth becomes
+    test and the last tenth val, at least one file each, so a new file moves at most one other file
+    into or out of each part. The folder test/ replaces the first tenth, and val/ the last tenth;
+    val/ without test/ is reported as test. "all" is test/ or val/ if they exist, else all files.
     """
-    given = {part: sum(found[part].values(), []) for part in ("test", "val") if part in found}
-    if given.keys() == {"val"}:
+    given = {one: sum(found[one].values(), []) for one in ("test", "val") if one in found}
+    if list(given) == ["val"]:
         given = {"test": given["val"]}
-    parts = {"train": [], "val": given.get("val", []), "test": given.get("test", [])}
-    for group, files in found.get("train", found.get("", {})).items():
+    divided = found.get("train", found.get("", {}))
+    if part == "all":
+        return given.get("test") or sum(divided.values(), [])
+    if part in given:
+        return given[part]
+    chosen = []
+    for group, files in divided.items():
         order = sorted(files, key=lambda file: name_hash(name(file)))
         tenth = max(round(len(order) / 10), 1)
-        n_test, n_val = (0 if part in given else tenth for part in ("test", "val"))
+        n_test, n_val = (0 if one in given else tenth for one in ("test", "val"))
         if len(order) <= n_test + n_val:
             raise InputError(f"{group or 'the folder'} has {len(order)} images, expected at least "
                              f"{n_test + n_val + 1}: to train on, to choose best.pt, to test")
         last = len(order) - n_val
-        parts["test"] += order[:n_test]
-        parts["train"] += order[n_test:last]
-        parts["val"] += order[last:]
-    return parts
+        chosen += dict(test=order[:n_test], train=order[n_test:last], val=order[last:])[part]
+    return chosen
 
 
 def fingerprint(dataset):
     """Hash a data set: 16 hex digits that depend on its pixels or files, labels and class names.
 
-    dataset: a tuple, list or dict of tensors, arrays and texts, such as a Split or a Corpus, or an
-    object whose method `content` returns one. Files that are not in memory count by name and size.
+    dataset: a tuple of tensors, lists and texts, such as a Split, or an object whose method
+    `content` returns one. Files that are not in memory count by name and size.
     """
-    content = dataset.content() if hasattr(dataset, "content") else dataset
     digest = hashlib.sha256()
-    for part in content.items() if isinstance(content, dict) else content:
-        part = part.cpu().numpy() if isinstance(part, torch.Tensor) else part
-        digest.update(part.tobytes() if isinstance(part, np.ndarray)
+    for part in dataset.content() if hasattr(dataset, "content") else dataset:
+        digest.update(part.cpu().numpy().tobytes() if isinstance(part, torch.Tensor)
                       else json.dumps(part).encode())
     return digest.hexdigest()[:16]
 
@@ -186,12 +179,11 @@ def fingerprint(dataset):
 def central_square(image, size, share=1.0, resample="bicubic"):
     """Crop the evaluation view: resize the short side to size / share, then crop the middle.
 
-    image: (3, h, w) uint8. Returns (3, size, size) uint8. The ends of a very long image are cut off
-    before resizing, because a resized image of 30000 x 1 pixels would need gigabytes.
+    image: (3, h, w) uint8. Returns (3, size, size) uint8.
     """
     from torchvision.transforms.v2 import functional as F
     height, width = image.shape[1:]
-    most = 2 * min(height, width)
+    most = 2 * min(height, width)               # a resized 30000 x 1 image would need gigabytes
     image = F.center_crop(image, [min(height, most), min(width, most)])
     image = F.resize(image, [math.floor(size / share)], F.InterpolationMode(resample),
                      antialias=True)
@@ -199,11 +191,11 @@ def central_square(image, size, share=1.0, resample="bicubic"):
 
 
 def random_crop_box(width, height, draw):
-    """Choose the box (left, top, width, height) of a random resized crop, inside the image.
+    """Choose the box (left, top, width, height) of a random resized crop.
 
     draw: 22 numbers in [0, 1). The area is uniform from 8 % to 100 % of the image, and the aspect
-    ratio is log-uniform from 3:4 to 4:3. The first of ten tries that fits in the image is taken. If
-    none fits, the result is the largest central box with a ratio from 3:4 to 4:3.
+    ratio is log-uniform from 3:4 to 4:3. The first of ten tries that fits in the image is taken,
+    else the largest central box with a ratio from 3:4 to 4:3.
     """
     low, high = 3 / 4, 4 / 3
     for a, b in zip(draw[:10], draw[10:20]):
@@ -228,9 +220,8 @@ class ImageTree(Dataset):
     position out, tree[index]. The authors of ImageNet-C used resample="bilinear". Images are turned
     upright by their EXIF data, unlike in torchvision's ImageFolder and timm.
 
-    classes: class names in label order, from the training split (default: this split's folders,
-    sorted). If they are given, every folder must be one of the classes, and every class must have a
-    folder unless subset=True.
+    classes: class names in label order, from the training split (default: this split's folders).
+    Every folder must be one of them, and every class must have a folder unless subset=True.
     """
     hashes = []
 
@@ -245,29 +236,27 @@ class ImageTree(Dataset):
         self.classes = list(files) if classes is None else list(classes)
         unknown = sorted(files.keys() - set(self.classes))
         missing = [] if subset else sorted(set(self.classes) - files.keys())
-        for problem, names in (("contains class folders that are not in the training", unknown),
-                               ("has no images of classes in the training", missing)):
-            if names:
-                raise InputError(f"{self.folder} {problem}: {', '.join(names[:5])}")
+        if unknown or missing:
+            raise InputError(f"the classes of {self.folder} and of the training differ: "
+                             f"{', '.join((unknown + missing)[:5])}")
 
         # Use arrays. Forked workers would copy a list of a million str, because they change the
         # reference counts.
-        names = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
-        self.labels = torch.tensor([k for k, _ in names])
+        found = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
+        self.labels = torch.tensor([k for k, _ in found])
         start = len(os.path.join(self.folder, ""))
-        self.names = np.array([os.fsencode(path[start:]) for _, path in names])
+        self.names = np.array([path[start:] for _, path in found])
 
     def __len__(self):
         return len(self.names)
 
     def path(self, index):
-        return os.path.join(self.folder, os.fsdecode(self.names[index]))
+        return os.path.join(self.folder, self.names[index])
 
     def content(self):
         """Return what `fingerprint` hashes."""
-        names = [composed(os.fsdecode(name)) for name in self.names]
-        return names, [os.path.getsize(self.path(i)) for i in range(len(self))], self.labels, \
-            self.classes
+        sizes = [os.path.getsize(self.path(i)) for i in range(len(self))]
+        return [composed(name) for name in self.names], sizes, self.labels, self.classes
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
@@ -305,8 +294,8 @@ def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None)
 
     batches: an iterable; each batch is a list of keys (position, index) of the dataset.
     transform: a function of a batch's (images, positions) that runs in the worker.
-    num_workers: processes, in which DataLoader lets torch use one thread each; 0 loads the images
-    in this process. device: the device that trains; for CUDA, the memory is pinned.
+    num_workers: processes; 0 loads the images in this process. device: the device that trains; for
+    CUDA, the memory is pinned.
     """
     return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,

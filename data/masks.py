@@ -1,7 +1,9 @@
 """Images with a class per pixel: scenes, ADE20K's layout, your own folder; training views of them.
 
-    views = TrainingViews(load_segmentation(args, "train"), size=512)
-    image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S), uint8; 255: ignored
+    train, val = load_segmentation(args, ["train", "val"])
+    image, label = train[0]                               # (3, H, W), (H, W), uint8; 255: ignored
+    views = TrainingViews(train, size=512)
+    image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S)
 
 The training transforms come from mmsegmentation 0.14.1, in the order of
 `rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
@@ -10,7 +12,6 @@ whole batches, on any device. Every random number is a function of (seed, sample
 """
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import Dataset
 
-from common import InputError, bar, print0
+from common import InputError, bar
 from data.augment import DISTORT_COLUMNS, distort
-from data.images import composed, divide, file_hash, list_files, part_folders, read_image
+from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files,
+                         part_folders, read_image)
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
 
@@ -33,24 +35,22 @@ VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop,
 
 # --- sources --------------------------------------------------------------------------------------
 
-def load_segmentation(args, part, seen=None):
-    """Load one part of the images that train_seg.py's flags select, as Scenes or a SegTree.
+def load_segmentation(args, parts, classes=None, seen=()):
+    """Load parts of the images that train_seg.py's flags select: a list of Scenes or SegTrees.
 
-    part: "train"; "test", for the reported scores; or "val", which chooses best.pt in your own
-    folder, and is the test part of other data.
-    args: flags of a command or of a checkpoint: data, data_dir, num_classes; for --data shapes
-    num_images and size; for --data folder values.
-    seen: in an evaluation, the hashes of the images that the training used, as the checkpoint
-    stores them. With --data folder, every other image is tested.
+    args: data, data_dir, num_classes; for --data shapes num_images and size. parts: "train"; "test"
+    for the reported scores; "val", which chooses best.pt in your own folder and is the test part of
+    other data; or "all", see data.images.choose_part. classes, seen: see own_folder.
     """
-    if args.data == "shapes":
-        n = args.num_images if part == "train" else max(args.num_images // 10, 1)
-        return Scenes(part, n, args.size)
     if args.data == "folder":
-        return own_folder(args.data_dir, part if seen is None else "all", args.values, seen or ())
+        return own_folder(args.data_dir, parts, classes, seen)
+    if args.data == "shapes":
+        n = args.num_images
+        return [Scenes(part, n if part == "train" else max(n // 10, 1), args.size)
+                for part in parts]
     names = CAMVID_CLASSES if args.data == "camvid" else ()
-    return ade20k(args.data_dir, "training" if part == "train" else "validation", args.num_classes,
-                  names)
+    return [ade20k(args.data_dir, "training" if part == "train" else "validation",
+                   args.num_classes, names) for part in parts]
 
 
 class Scenes(Dataset):
@@ -75,17 +75,15 @@ class Scenes(Dataset):
 class SegTree(Dataset):
     """Pairs of image and annotation. tree[i]: image (3, H, W) and label (H, W), both uint8.
 
-    files: [(image path, annotation path)]. classes: names. values: the pixel value of each class.
-    ignore: pixel values that belong to no class. hashes: of your own image files. A label contains
-    an index into `classes` per pixel, or 255 for an ignored pixel.
+    A label contains an index into `classes` per pixel, or 255 for an ignored pixel.
+    files: [(image path, annotation path)]. first: the pixel value of class 0; with 1, the value 0
+    is ignored. last: the label of pixels with the value 255. hashes: of your own image files.
     """
 
-    def __init__(self, files, classes, values, ignore, hashes=()):
+    def __init__(self, files, classes, first=0, last=IGNORE, hashes=()):
         self.files, self.classes, self.hashes = files, list(classes), list(hashes)
-        self.values, self.ignore = list(values), list(ignore)
-        self.label_of = torch.full((256,), 254, dtype=torch.uint8)          # 254: unknown
-        self.label_of[self.ignore] = 255
-        self.label_of[self.values] = torch.arange(len(self.values), dtype=torch.uint8)
+        self.label_of = torch.arange(256, dtype=torch.uint8) - first        # 0 - 1 = 255
+        self.label_of[255] = last
 
     def __len__(self):
         return len(self.files)
@@ -97,16 +95,16 @@ class SegTree(Dataset):
             (h, w), (H, W) = values.shape, image.shape[1:]
             raise InputError(f"{path} has {w} x {h} pixels, but its image has {W} x {H}")
         label = self.label_of[values.long()]
-        if (label == 254).any():
-            raise InputError(f"{path} contains the value {values[label == 254].max()}, expected "
-                             f"{self.values[0]} to {self.values[-1]}, or {self.ignore} for pixels "
-                             f"of no class")
+        wrong = (label >= len(self.classes)) & (label != IGNORE)
+        if wrong.any():
+            raise InputError(f"{path} contains the value {values[wrong].max()}, but there are only "
+                             f"{len(self.classes)} classes")
         return image, label
 
     def content(self):
         """Return what `fingerprint` hashes: your own files, or names and sizes of other files."""
         files = [path for pair in self.files for path in pair]
-        return self.classes, self.values, [
+        return self.classes, [
             file_hash(path) if self.hashes else [composed(os.path.basename(path)),
                                                  os.path.getsize(path)] for path in files]
 
@@ -134,36 +132,32 @@ def pairs(root, split=""):
     The two files of a pair have the same name before the ending. InputError if an image has no
     annotation, or if two files have the same name.
     """
-    images, labels = os.path.join(root, "images", split), os.path.join(root, "annotations", split)
-    found = [[(composed(Path(path).stem), path) for path in files]
-             for files in (list_files(images), list_files(labels, (".png",)))]
-    for folder, files in zip((images, labels), found):
-        name, count = Counter(stem for stem, _ in files).most_common(1)[0] if files else ("", 0)
-        if count != 1:
-            raise InputError(f"{folder} has {count} files {name}.*, expected one" if count else
-                             f"{folder} has no images")
-    paths, partners = map(dict, found)
-    alone = sorted(paths.keys() ^ partners.keys())
+    images, annotations = {}, {}
+    for kind, found, endings in (("images", images, IMAGE_EXTENSIONS),
+                                 ("annotations", annotations, (".png",))):
+        for path in list_files(os.path.join(root, kind, split), endings):
+            name = composed(Path(path).stem)
+            if name in found:
+                raise InputError(f"{found[name]} and {path} have the same name, expected one file")
+            found[name] = path
+    alone = sorted(images.keys() ^ annotations.keys())
     if alone:
         raise InputError(f"{root}: {len(alone)} files have no partner in images/ or annotations/, "
                          f"for example {alone[0]}.*")
-    return [(path, partners[stem]) for stem, path in paths.items()]
+    return [(path, annotations[name]) for name, path in images.items()]
 
 
 def listed_classes(root):
-    """Read class names from classes.txt, one per line, else ADE20K's objectInfo150.txt, else [].
-
-    InputError if a name occurs twice.
-    """
+    """Read class names from classes.txt, one per line, else ADE20K's objectInfo150.txt, else []."""
     plain, table = Path(root, "classes.txt"), Path(root, "objectInfo150.txt")
     path = plain if plain.exists() else table
     lines = path.read_text("utf-8-sig").splitlines() if path.exists() else []
     names = [composed(line.strip()) for line in lines if line.strip()]
     if path is table:
         return [line.split("\t")[-1].split(",")[0] for line in names[1:]]
-    if len(set(names)) < len(names):
-        raise InputError(f"{path} lists {Counter(names).most_common(1)[0][0]!r} twice, expected "
-                         f"different names")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise InputError(f"{path} lists {twice[0]!r} twice, expected different names")
     return names
 
 
@@ -178,68 +172,50 @@ def ade20k(root, split, num_classes=None, names=()):
     names = listed_classes(root) or names
     if num_classes not in (None, len(names)):
         raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} classes")
-    return SegTree(pairs(root, split), names, range(1, len(names) + 1), (0, 255))
+    return SegTree(pairs(root, split), names, first=1)
 
 
-# --- your own folder ------------------------------------------------------------------------------
-
-def find_pairs(root):
-    """List the pairs of a folder: {"train", "val", "test", "all"}, see `data.images.divide`.
+def own_folder(root, parts, classes=None, seen=()):
+    """Load parts of your own folder: a list of SegTrees. See data.images.choose_part.
 
     root/images and root/annotations contain the files, or both contain training/, validation/ and
-    test/, of which the last two are optional. "all" is test/ if it exists, else validation/, else
-    all pairs.
+    test/, of which the last two are optional. The value k is class k, and 255 is ignored; but if
+    only 0 and 255 occur, 255 is class 1. classes.txt names the classes.
+    classes: in an evaluation, the network's classes; the folder may lack some of them. seen: hashes
+    of images that are left out, because the network was trained on them.
     """
     folders = part_folders(os.path.join(root, "images"))
-    found = {part: pairs(root, "" if part == "" else os.path.basename(path))
+    found = {part: {"": pairs(root, os.path.basename(path) if part else "")}
              for part, path in folders.items()}
-    reported = next(part for part in ("test", "val", "train", "") if part in found)
-    parts = divide({part: {"": files} for part, files in found.items()},
-                   lambda pair: Path(pair[0]).stem)
-    return {**parts, "all": found[reported]}
-
-
-def find_values(root):
-    """Return the pixel values that are classes in a folder's annotations.
-
-    The classes are all values that occur except 255; but if only 0 and 255 occur, both are classes.
-    InputError if the palettes of two files differ, or if classes.txt does not list one name per
-    value.
-    """
-    counts, palettes = torch.zeros(256, dtype=torch.int64), {}
-    paths = sorted({label for files in find_pairs(root).values() for _, label in files})
-    for path in bar(paths, "reading annotations", leave=False):
-        values, palette = read_annotation(path)
-        counts += values.flatten().bincount(minlength=256)
+    values, palettes = set(), {}
+    for _, path in bar(sum((group[""] for group in found.values()), []), "reading annotations",
+                       leave=False):
+        stored, palette = read_annotation(path)
+        values.update(stored.unique().tolist())
         palettes.setdefault(palette, path)
     if len(palettes) > 1:
         one, other = [*palettes.values()][:2]
         raise InputError(f"{one} and {other} have different palettes, so a value may not mean one "
                          f"class: save all annotations with one palette, or as grey images")
-    found = counts.nonzero()[:, 0].tolist()
-    values = found if found == [0, 255] else [value for value in found if value != IGNORE]
-    names = listed_classes(root)
-    if len(values) < 2 or names and len(names) != len(values):
-        raise InputError(f"--data_dir {root}: the annotations contain the values {found[:9]} and "
-                         f"classes.txt lists {len(names)} names; expected two or more classes, and "
-                         f"one name per value (255 needs none)")
-    print0(f"{root}: {len(paths)} annotations, {len(values)} classes: values {values[:9]}")
-    return values
 
+    binary, names = values == {0, IGNORE}, listed_classes(root)
+    count = 2 if binary else 1 + max(values - {IGNORE}, default=0)
+    expected = len(classes or names) or count
+    if count > expected or count < expected and (binary or not classes):
+        raise InputError(f"--data_dir {root}: the annotations contain the values "
+                         f"{sorted(values)[:9]}, expected {expected} classes, 0 to {expected - 1}")
+    names = names or [f"value {k}" for k in range(expected)]
 
-def own_folder(root, part, values, seen=()):
-    """Load "train", "val", "test" or "all" of your folder as a SegTree; see find_pairs.
-
-    values: of find_values. seen: hashes of images that are left out, because a network was trained
-    on them.
-    """
-    names = listed_classes(root) or [f"value {value}" for value in values]
-    files = [(file_hash(pair[0]), pair) for pair in find_pairs(root)[part]]
-    files = [(name, pair) for name, pair in files if name not in seen]
-    if not files:
-        raise InputError(f"--data_dir {root}: the network was trained on all images")
-    hashes, files = zip(*files)
-    return SegTree(list(files), names, values, [] if IGNORE in values else [IGNORE], hashes)
+    trees = []
+    for part in parts:
+        files = choose_part(found, part, lambda pair: Path(pair[0]).stem)
+        files = [(name, pair) for name, pair in ((file_hash(pair[0]), pair) for pair in files)
+                 if name not in seen]
+        if not files:
+            raise InputError(f"--data_dir {root}: the network was trained on all images")
+        hashes, files = zip(*files)
+        trees.append(SegTree(list(files), names, last=1 if binary else IGNORE, hashes=hashes))
+    return trees
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -272,13 +248,10 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     """Resize an image by a random factor, crop and flip it. draw: VIEW_COLUMNS numbers in [0, 1).
 
     The image is resized to a long side of at most 4 * size * r and a short side of at most
-    size * r, with r uniform in `scales`. Then the image is cropped to size x size; a side shorter
-    than size is not cropped. A crop that is not `varied` is drawn again, at most REDRAWS times.
-
-    Returns:
-        image (3, size, size) uint8, padded with 0 on the right and below
-        label (size, size) uint8, padded with 255
-        height and width without padding
+    size * r, with r uniform in `scales`. Then longer sides are cropped to `size`. A crop that is
+    not `varied` is drawn again, at most REDRAWS times. Shorter sides are padded on the right and
+    below. Returns image (3, size, size), label (size, size), both uint8, and height and width
+    without padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
@@ -301,8 +274,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
 class TrainingViews(Dataset):
     """Training views of a source: views[position, index] is (image, label, (position, h, w)).
 
-    `index` chooses the image. `position`, the sample's number in the whole run, chooses its view,
-    see training_view.
+    `index` chooses the image. `position`, the sample's number in the whole run, chooses the view.
     """
 
     def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
@@ -318,11 +290,11 @@ class TrainingViews(Dataset):
 # --- training: second half, batches, on any device ------------------------------------------------
 
 def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distort and pad uint8 views; return float32 in [0, 1].
+    """Distort and pad uint8 views (B, 3, S, S); return float32 in [0, 1].
 
-    images: (B, 3, S, S) uint8. height, width: without padding, (B,) int64 on the CPU. positions:
-    the samples' numbers in the whole run, (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the
-    colour of the padding. The model subtracts this colour, so its first layer gets 0 there.
+    height, width: without padding. positions: the samples' numbers in the whole run. All three:
+    (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the colour of the padding. The model subtracts
+    this colour, so its first layer gets 0 there.
     """
     if distorted:
         images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
@@ -346,8 +318,7 @@ def palette(num_classes):
 def save_pictures(path, triples, num_classes):
     """Draw a PNG with one row per image: image, truth, prediction.
 
-    triples: image (3, H, W), truth and prediction (H, W), uint8, from segmenter.predictions. H and
-    W can vary.
+    triples: image (3, H, W), truth and prediction (H, W), uint8, from segmenter.predictions.
     """
     from PIL import Image
     colours, rows = palette(num_classes), []

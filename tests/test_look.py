@@ -12,7 +12,7 @@ import common
 import look
 from fixtures import ROOT
 from attention import SelfAttention, layer_inputs, softmax_attention
-from data.datasets import load_photos
+from data.datasets import load_part
 from data.images import file_hash
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
@@ -149,7 +149,8 @@ def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
         Image.fromarray(pixels.byte().numpy()).save(folder / name / "0.PNG")
     (folder / "b" / "1.jpg").write_text("no image")
     (folder / "notes.txt").write_text("no image")
-    images = load_photos(folder, "all", 32).images                 # both folders
+    flags = dict(data="folder", data_dir=folder, image_size=32)
+    images = load_part("all", flags, "cpu").images                 # both folders
     expected = sorted(f"{c:.4f}" for c in model(images / 255).softmax(1).amax(1).tolist())
     result = run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
