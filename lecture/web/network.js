@@ -23,17 +23,13 @@ const N = 65, C = 64, H = 2, D = 32, DEPTH = 4, PATCH = 4, SIDE = 32, EPS = 1e-6
 // Eq. 2: A = softmax(q k^T / sqrt(D)); a row sums to 1. A temperature above 1 flattens it.
 // left_out: tokens that get no attention
 function weights(q, k, temperature = 1, left_out = []) {
-  const A = new Float32Array(H * N * N), scale = 1 / (Math.sqrt(D) * temperature);
+  const A = new Float32Array(H * N * N), scale = 1 / (Math.sqrt(D) * temperature), zero = new Float32Array(N);
+  for (let h = 0; h < H; h++) A.set(linear(ofHead(q, h), ofHead(k, h), zero), h * N * N);       // scores
   for (let i = 0; i < H * N; i++) {                   // row i: head h, token i - h N
-    const first = Math.floor(i / N) * N, row = A.subarray(i * N, (i + 1) * N);
+    const row = A.subarray(i * N, (i + 1) * N);
     let largest = -Infinity, sum = 0;
-    for (let j = 0; j < N; j++) {
-      let score = 0;
-      for (let d = 0; d < D; d++) score += q[i * D + d] * k[(first + j) * D + d];
-      row[j] = score * scale;
-      largest = Math.max(largest, row[j]);
-    }
     for (const j of left_out) row[j] = -Infinity;
+    for (let j = 0; j < N; j++) largest = Math.max(largest, row[j] *= scale);
     for (let j = 0; j < N; j++) sum += row[j] = Math.exp(row[j] - largest);
     for (let j = 0; j < N; j++) row[j] /= sum;
   }
@@ -42,18 +38,15 @@ function weights(q, k, temperature = 1, left_out = []) {
 
 // Eq. 3: h_i = sum_j a_ij v_j
 function average(A, v) {
-  const h = new Float32Array(H * N * D), sum = new Float64Array(D);
-  for (let i = 0; i < H * N; i++) {
-    const first = Math.floor(i / N) * N;
-    sum.fill(0);
-    for (let j = 0; j < N; j++) {
-      const a = A[i * N + j], at = (first + j) * D;
-      for (let d = 0; d < D; d++) sum[d] += a * v[at + d];
-    }
-    h.set(sum, i * D);
+  const h = new Float32Array(H * N * D), zero = new Float32Array(D), columns = new Float32Array(D * N);
+  for (let head = 0; head < H; head++) {
+    for (let i = 0; i < N * D; i++) columns[i % D * N + Math.floor(i / D)] = v[head * N * D + i];
+    h.set(linear(A.subarray(head * N * N, (head + 1) * N * N), columns, zero), head * N * D);
   }
   return h;
 }
+
+const ofHead = (x, h) => x.subarray(h * N * D, (h + 1) * N * D);
 
 function softmaxAttention(q, k, v, temperature, left_out) {
   return average(weights(q, k, temperature, left_out), v);
@@ -112,24 +105,24 @@ function rpcAttention(K, v, {n_iter, lambd, form, perfect, left_out}, trace) {
 
 // x (n, width) times weight (outputs, width) plus bias: (n, outputs). For speed, the loop takes
 // four tokens and two outputs at a time. So rows of zeros fill x up to a multiple of four tokens, and
-// the number of outputs must be even.
+// an odd last output is computed twice.
 function linear(x, weight, bias) {
   const outputs = bias.length, width = weight.length / outputs, n = x.length / width;
   const rows = 4 * Math.ceil(n / 4), y = new Float32Array(rows * outputs);
   const X = new Float64Array(rows * width);           // doubles: nothing to convert in the loop
   X.set(x);
   for (let o = 0; o < outputs; o += 2) {
-    const w = o * width, u = w + width;
+    const w = o * width, next = Math.min(o + 1, outputs - 1), u = next * width;
     for (let i = 0; i < rows; i += 4) {
-      const p = i * width, q = p + width, r = q + width, s = r + width, at = i * outputs + o;
-      let a = bias[o], b = a, c = a, d = a, e = bias[o + 1], f = e, g = e, h = e;
+      const p = i * width, q = p + width, r = q + width, s = r + width, at = i * outputs + o, to = i * outputs + next;
+      let a = bias[o], b = a, c = a, d = a, e = bias[next], f = e, g = e, h = e;
       for (let j = 0; j < width; j++) {
         const first = weight[w + j], second = weight[u + j];
         a += first * X[p + j]; b += first * X[q + j]; c += first * X[r + j]; d += first * X[s + j];
         e += second * X[p + j]; f += second * X[q + j]; g += second * X[r + j]; h += second * X[s + j];
       }
       [y[at], y[at + outputs], y[at + 2 * outputs], y[at + 3 * outputs]] = [a, b, c, d];
-      [y[at + 1], y[at + outputs + 1], y[at + 2 * outputs + 1], y[at + 3 * outputs + 1]] = [e, f, g, h];
+      [y[to], y[to + outputs], y[to + 2 * outputs], y[to + 3 * outputs]] = [e, f, g, h];
     }
   }
   return y.subarray(0, n * outputs);
@@ -217,13 +210,14 @@ function* forward(net, kind, pixels, setting, inside, steps) {
       if (traced) rpcAttention(k, v, setting, traced);
     }
     if (inside) inside.push({q, k, v});
-    x = plus(x, linear(joinHeads(h), ...of("attn.proj")));
+    const shown = i === DEPTH - 1 ? C : N * C;        // the head reads the class token alone
+    x = plus(x.subarray(0, shown), linear(joinHeads(h).subarray(0, shown), ...of("attn.proj")));
     const hidden = linear(norm(x, ...of("norm2")), ...of("mlp.fc1"));
     x = plus(x, linear(hidden.map(gelu), ...of("mlp.fc2")));
     yield;
   }
   const last = norm(x, w["norm.weight"], w["norm.bias"]);
-  return linear(last.subarray(0, C), w["head.weight"], w["head.bias"]);
+  return linear(last, w["head.weight"], w["head.bias"]);
 }
 
 
