@@ -33,6 +33,8 @@ MIN_COUNT = 3                                   # rarer words become <unk>
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
 
+# --- words to ids ---------------------------------------------------------------------------------
+
 class Vocabulary(dict):
     """Map a word to its id, the index in `words`. Unknown words get the id of <unk>."""
 
@@ -57,30 +59,6 @@ def stored_vocabulary(checkpoint):
     return Vocabulary(checkpoint["vocab"].split("\n"))
 
 
-# --- files to words -------------------------------------------------------------------------------
-
-def token_file(folder, split):
-    """Return the path of wiki.<split>.tokens."""
-    return Path(folder, f"wiki.{split}.tokens")
-
-
-def each_line(path):
-    """Yield the lines of a UTF-8 text file in Unicode's composed form; only "\\n" ends a line."""
-    with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
-        try:
-            for line in f:
-                yield normalize("NFC", line.removesuffix("\n"))
-        except UnicodeDecodeError as error:                         # does not name the file
-            raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
-
-
-def read_lines(path):
-    """Return all lines of a text file, a list, without newlines."""
-    return list(each_line(path))
-
-
-# --- words to ids ---------------------------------------------------------------------------------
-
 class Corpus(NamedTuple):
     """The three texts of a folder as ids, (n,) uint32 each, and their vocabulary."""
     train: np.ndarray
@@ -89,97 +67,98 @@ class Corpus(NamedTuple):
     vocab: Vocabulary
 
 
+def token_file(folder, split):
+    """Return the path of wiki.<split>.tokens."""
+    return Path(folder, f"wiki.{split}.tokens")
+
+
+def read_lines(path):
+    """Read the lines of a UTF-8 file in Unicode's composed form, a list; only "\\n" ends a line."""
+    with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
+        try:
+            return [normalize("NFC", line.removesuffix("\n")) for line in f]
+        except UnicodeDecodeError as error:                         # does not name the file
+            raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
+
+
 def load_corpus(folder):
-    """Load the texts of a folder as ids. The training text defines the vocabulary."""
-    paths = [token_file(folder, split) for split in SPLITS]
-    vocab = count_words(paths[0])
-    if UNK not in vocab:
-        new = {word for path in paths[1:] for line in each_line(path) for word in line.split()}
-        new -= vocab.keys()
+    """Load the texts of a folder as ids.
+
+    The training text defines the vocabulary: <eos>, then words by falling count. Words with equal
+    counts are in the order of their first appearance.
+    """
+    texts = [read_lines(token_file(folder, split)) for split in SPLITS]
+    counts = Counter(word for line in texts[0] for word in line.split())
+    counts.pop(EOS, None)                       # <eos> comes first, whatever its count
+    words = [EOS, *sorted(counts, key=counts.get, reverse=True)]
+    if UNK not in counts:
+        new = {word for text in texts[1:] for line in text for word in line.split()} - {*words}
         if new:
             print0(f"{folder}: {len(new)} words of the valid and test texts become {UNK}, which "
                    f"the training text does not contain, so they make the perplexity high")
-            vocab = Vocabulary([*vocab.words, UNK])
-    return Corpus(*(vocab.encode_lines(each_line(path)) for path in paths), vocab)
-
-
-def count_words(path):
-    """Return the Vocabulary of a text file: <eos>, then words by falling count.
-
-    Words with equal counts are in the order of their first appearance.
-    """
-    counts = Counter()
-    for line in each_line(path):
-        counts.update(line.split())
-    counts.pop(EOS, None)                       # <eos> comes first, whatever its count
-    return Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
+            words.append(UNK)
+    vocab = Vocabulary(words)
+    return Corpus(*map(vocab.encode_lines, texts), vocab)
 
 
 # --- other texts, written as token files ----------------------------------------------------------
 
 def text_folder(data, data_dir):
-    """Return the folder of token files for --data and --data_dir; write it if needed.
+    """Return the folder of token files for --data and --data_dir.
 
-    data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". Several
-    processes may write the folder at the same time.
+    data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". A text file is
+    converted each time, because it may have changed: out/cache/<name>_<hash of the whole path>.
     """
+    if data_dir and Path(data_dir).is_dir():
+        return Path(data_dir)
     if data_dir:
-        return Path(data_dir) if Path(data_dir).is_dir() else txt_folder(Path(data_dir))
+        parts, whole = split_text(data_dir), Path(data_dir).resolve()
+        folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
+        write_tokens(folder, parts)
+        return folder
     if data == "pydoc":
         return pydoc_folder("out/cache")
     raise InputError(f"--data {data} needs --data_dir")
 
 
-def words_of(text):
-    """Split a text into words and punctuation marks, a list."""
-    return re.findall(r"\w+(?:'\w+)*|[^\w\s]", normalize("NFC", text))
+def spaced(text):
+    """Put one space between the words and punctuation marks of a text."""
+    return " ".join(re.findall(r"\w+(?:'\w+)*|[^\w\s]", normalize("NFC", text)))
 
 
-def write_tokens(folder, lines):
-    """Write {split: lists of words} as wiki.*.tokens.
+def write_tokens(folder, parts):
+    """Write {split: lines} as wiki.*.tokens. Several processes may do so at the same time.
 
     Words that occur less than MIN_COUNT times in the training text become <unk>.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    counts = Counter(word for line in lines["train"] for word in line)
+    counts = Counter(word for line in parts["train"] for word in line.split())
     if min(counts.values()) >= MIN_COUNT:
-        lines["train"] = [*lines["train"], [UNK]]                   # valid or test may need <unk>
+        parts["train"] = [*parts["train"], UNK]                     # valid or test may need <unk>
     for split in SPLITS:
-        kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line] for line in lines[split]]
+        kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line.split()]
+                for line in parts[split]]
         text = "".join(" ".join(["", *line, "\n"]) for line in kept)
         with replacing(token_file(folder, split)) as tmp:
             tmp.write_bytes(text.encode())
 
 
-def paragraphs(path):
-    """Read a text file as paragraphs, lists of words.
+def split_text(path):
+    """Split the paragraphs of a text file: 90 % train, the next 5 % valid, the last 5 % test.
 
     Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
-    text = "\n".join(each_line(path))
+    text = "\n".join(read_lines(path))
     for mark in (r"\n\s*\n", "\n"):
-        found = [words for words in map(words_of, re.split(mark, text)) if words]
-        if len(found) >= 20:
+        lines = [line for line in map(spaced, re.split(mark, text)) if line]
+        if len(lines) >= 20:
             break
-    return found
-
-
-def txt_folder(path):
-    """Convert a text file to a folder of token files.
-
-    The first 90 % of the paragraphs are train, the next 5 % are valid, and the last 5 % are test.
-    The folder is out/cache/<name>_<hash of the whole path>. It is written again each time, because
-    the file may have changed.
-    """
-    lines, whole = paragraphs(path), path.resolve()
-    folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
     a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-    write_tokens(folder, dict(train=lines[:a], valid=lines[a:b], test=lines[b:]))
-    return folder
+    return dict(train=lines[:a], valid=lines[a:b], test=lines[b:])
 
 
 def line_hash(line):
-    """Hash a paragraph of your own text, a string of words."""
+    """Hash a paragraph of your own text."""
     return zlib.crc32(line.encode())
 
 
@@ -187,23 +166,23 @@ def seen_lines(data_dir):
     """Return the hashes of the paragraphs of a text file that a training on this file uses."""
     if not data_dir or Path(data_dir).is_dir():
         return []
-    lines = [" ".join(words) for words in paragraphs(data_dir)]
-    return [line_hash(line) for line in lines[:len(lines) * 95 // 100]]     # train and valid
+    parts = split_text(data_dir)
+    return [line_hash(line) for line in parts["train"] + parts["valid"]]
 
 
 def lines_to_score(data, data_dir, seen):
     """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
 
-    data, data_dir: flags of the evaluation. The splits are valid and test for folders of token
-    files and for "pydoc". A text file is one split, "unseen": all paragraphs but those of the
-    training, whose hashes `seen` contains. Its words are not replaced by <unk>, because the model's
-    vocabulary decides which words are known.
+    The splits are valid and test for folders of token files and for "pydoc". A text file is one
+    split, "unseen": all paragraphs but those of the training, whose hashes `seen` contains. Its
+    rare words do not become <unk>, because the model's vocabulary decides which words are known.
     """
     if not data_dir or Path(data_dir).is_dir():
         folder = text_folder(data, data_dir)
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
-    lines, seen = [" ".join(words) for words in paragraphs(data_dir)], {*seen}
-    unseen = [line for line in lines if line_hash(line) not in seen]
+    seen = {*seen}
+    unseen = [line for lines in split_text(data_dir).values() for line in lines
+              if line_hash(line) not in seen]
     if not unseen:
         raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
     return {"unseen": unseen}
@@ -238,14 +217,14 @@ def pydoc_folder(parent):
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(token_file(folder, split).exists() for split in SPLITS):
         return folder
-    lines = {split: [] for split in SPLITS}                         # lists of words
+    parts = {split: [] for split in SPLITS}
     for name, texts in pydoc_documents().items():
         split = {1: "valid", 15: "test"}.get(zlib.crc32(name.encode()) % 16, "train")
         for i, (title, text) in enumerate(texts):
-            sign = ["="] * (2 if i else 1)
-            paragraphs = map(words_of, re.split(r"\n\s*\n", text))
-            lines[split] += [], [*sign, *words_of(title), *sign], [], *paragraphs
-    write_tokens(folder, lines)
+            sign = "= =" if i else "="
+            paragraphs = map(spaced, re.split(r"\n\s*\n", text))
+            parts[split] += "", f"{sign} {spaced(title)} {sign}", "", *paragraphs
+    write_tokens(folder, parts)
     return folder
 
 
@@ -271,8 +250,7 @@ def sliding_windows(num_targets, window, stride):
     A window of `length` targets scores its last `scored` targets, and every target is scored once.
     The first window scores all its targets. Each later window begins `stride` tokens after the
     previous window and scores its last `stride` targets. The last window ends with the text and
-    scores the remaining targets. If stride equals window (segment-wise evaluation), the last window
-    is shorter instead, so no token is read twice.
+    scores the remaining targets; if stride equals window, it is shorter instead.
     """
     if not 1 <= stride <= window <= num_targets:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
@@ -289,10 +267,10 @@ def sliding_windows(num_targets, window, stride):
 def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
     """Return the loss of each of tokens[1:] in a sliding evaluation: (M - 1,) float64, in nats.
 
-    tokens: (M,) ids, array or tensor. model: a module with the methods hidden(x (b, T)) ->
-    (b, T, C) and nll(h (b, s, C), targets (b, s)) -> (b, s). window, stride: see sliding_windows.
-    The output layer computes scored targets only. rank, world: each process computes its share of
-    the windows, and returns all losses, on the CPU. progress: text of the progress bar.
+    tokens: (M,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
+    nll(h (b, s, C), targets (b, s)) -> (b, s). window, stride: see sliding_windows. The output
+    layer computes scored targets only. rank, world: each process computes its share of the windows,
+    and returns all losses, on the CPU. progress: text of the progress bar.
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
     one window at a time).
     """
