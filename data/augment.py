@@ -33,9 +33,7 @@ DISTORT_COLUMNS = 9                                 # of u in `distort`
 def augment_uint8(images, positions, seed, pad=0, num_ops=0):
     """Run the half of the recipe that stays in uint8: shift (pad > 0), flip, RandAugment.
 
-    images: uint8, after the random resized crop. positions: (B,) int64 on the CPU, below 2**31,
-    each sample's number in the whole run. Seed and position determine all random numbers, so this
-    function can run on the device or in a worker process. pad: largest shift in pixels. num_ops:
+    positions: (B,) int64 on the CPU, below 2**31. pad: largest shift in pixels. num_ops:
     RandAugment operations per image.
     """
     if pad:
@@ -67,8 +65,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad=4):
     """Shift images by up to `pad` pixels, black outside: torchvision's RandomCrop(size, pad).
 
-    images: uint8. u: (B, 2) on the CPU, one number for top and one for left. Returns the same
-    shape.
+    u: (B, 2) on the CPU, one number for top and one for left.
     """
     B, _, H, W = images.shape
     top, left = send((u.double() * (2 * pad + 1)).long(), images.device).unbind(1)
@@ -77,7 +74,7 @@ def random_crop(images, u, pad=4):
 
 
 def random_hflip(images, u):
-    """Mirror the images with u < 0.5 left to right. images: any dtype. u: (B,) on the CPU."""
+    """Mirror the images with u < 0.5 left to right. u: (B,) on the CPU."""
     left_right = send(u < 0.5, images.device)[:, None, None, None]
     return torch.where(left_right, images.flip(3), images)
 
@@ -97,7 +94,7 @@ def rand_augment(images, u):
 
     The level of an operation is drawn from N(9, 0.5) and clipped to [0, 10]; a fair coin decides
     its sign. images: uint8. u: (B, 4 * operations) on the CPU, four columns per operation: which
-    operation, apply or not, level, sign. Returns uint8.
+    operation, apply or not, level, sign.
     """
     size = max(1, 2 ** 20 // images[0, 0].numel())
     if images.device.type == "cpu" and len(images) > size:          # a CPU reuses small memory
@@ -107,22 +104,20 @@ def rand_augment(images, u):
         x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
         sign = torch.where(sign < 0.5, 1.0, -1.0)
         which = torch.where(apply < 0.5, (which * len(OPS)).long(), -1)
-        first = 0
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
-            index = ((which >= first) & (which < first + len(names))).nonzero()[:, 0]
-            chosen = [send(t[index], images.device) for t in (which - first, x.float(),
-                                                              sign.float())]
+            index = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
             if len(index):                              # `which` is on the CPU: no wait for a GPU
+                chosen = (send(t[index], images.device) for t in (which, x.float(), sign.float()))
                 index = send(index, images.device)
                 images[index] = change(images[index], *chosen)
-            first += len(names)
+            which = which - len(names)
     return images
 
 
 def change_tone(images, which, x, sign):
     """Apply the operations TONE[which] at the levels 10 x: one table per image and channel.
 
-    images: (b, 3, H, W) uint8. which, x, sign: (b,) on the same device. Returns uint8.
+    images: (b, 3, H, W) uint8. which, x, sign: (b,) on the same device, also in `blend` and `warp`.
     """
     b, pixels = len(images), images[0, 0].numel()
     index = images.view(3 * b, pixels).long()
@@ -200,9 +195,8 @@ def random_erase(images, u, positions, seed, prob):
     log-uniform from 0.3 to 1 / 0.3. The first of 10 tries that fits is taken; if none fits, the
     image stays unchanged. The noise is standard normal after normalisation by MEAN and STD, so
     pixels in the box can be outside [0, 1].
-
     images: float in [0, 1], changed in place and returned. u: (B, ERASE_COLUMNS) on the CPU.
-    positions: (B,) int64 on the CPU; together with the seed they determine the noise.
+    positions and seed determine the noise.
     """
     B, _, H, W = images.shape
     u = u.double()
@@ -233,7 +227,7 @@ def random_erase(images, u, positions, seed, prob):
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
 def partner(x):
-    """Swap neighbours: rows 2i and 2i + 1."""
+    """Swap the rows 2i and 2i + 1."""
     return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
 
 
@@ -245,10 +239,8 @@ def mix(images, targets, key, mixup=0.8, cutmix=1.0):
     mixup: lambda * image + (1 - lambda) * partner. cutmix: copy a box of the partner that covers a
     share 1 - lambda. The centre of the box is anywhere, so the border can clip the box; then lambda
     becomes the share of pixels that are kept.
-
-    The partner is the neighbour in the batch; in timm it comes from the reversed batch. So a slice
-    of a batch, such as the part of one process, is mixed as within the whole batch, if the slice
-    begins and ends at an even index. Copies of one image should not be neighbours.
+    The partner is the neighbour in the batch; in timm it comes from the reversed batch. So the part
+    of one process is mixed as within the whole batch. Copies of one image should not be neighbours.
 
     images: float; B is even. targets: (B, K). key: ints (seed, step) that determine all random
     numbers. Returns mixed images and targets.
@@ -281,9 +273,7 @@ def scale_hsv(x, saturation, turn):
     """Multiply S of HSV by `saturation` and add `turn` half degrees to H.
 
     x and the result: (B, 3, H, W), float with values 0 to 255. As in OpenCV's 8-bit images, H is a
-    whole number of half degrees, and S is a whole number from 0 to 255. The divisors are tensors,
-    because a GPU does not divide by a Python number but multiplies by its inverse. This rounding
-    error could change a grey level.
+    whole number of half degrees, and S is a whole number from 0 to 255.
     """
     # Convert to hue, in sixths of the circle, and saturation. A grey pixel gets 0 and 0.
     red, green, blue = x.unbind(1)
@@ -295,7 +285,7 @@ def scale_hsv(x, saturation, turn):
 
     # Change hue and saturation, and convert back: R, G, B = V - V S times a number from 0 to 1.
     hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
-    sixth, most = constant((30.0, 255.0), x.device)
+    sixth, most = constant((30.0, 255.0), x.device)     # a GPU multiplies by 1 / a Python number
     s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
     k = (hue / sixth + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
     return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
@@ -304,9 +294,9 @@ def scale_hsv(x, saturation, turn):
 def distort(images, u):
     """Distort brightness, contrast, saturation and hue, each with probability 0.5.
 
-    images: (B, 3, H, W) uint8. u: (B, DISTORT_COLUMNS), uniform numbers. Returns uint8. A fair coin
-    decides whether contrast comes second or last. If saturation and hue both change, the image is
-    converted to HSV once; mmsegmentation converts it twice.
+    images: uint8. u: (B, DISTORT_COLUMNS), uniform numbers. A fair coin decides whether contrast
+    comes second or last. If saturation and hue both change, the image is converted to HSV once;
+    mmsegmentation converts it twice.
     """
     u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
 

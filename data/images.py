@@ -5,7 +5,6 @@ decoded by the workers of a DataLoader.
 """
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -58,7 +57,7 @@ def read_image(path):
             from torchvision.io import ImageReadMode, decode_image
             return decode_image(torch.from_numpy(data), ImageReadMode.RGB,
                                 apply_exif_orientation=True)
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        image = ImageOps.exif_transpose(Image.open(path))
         if image.mode[0] in "IF":               # Pillow would clip these values to 255, white
             raise ValueError("more than 8 bits per channel")
         return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()

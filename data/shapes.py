@@ -1,8 +1,8 @@
 """Render scenes of shapes from formulas: images, labels and masks, without a download.
 
-The y axis points up, and a shape fills about the unit disc. A shape is a function that returns the
-signed distance from the points (x, y) to its edge. The distance is negative inside and has slope
-one near the edge, so the edge can be one pixel soft at every size.
+A shape fills about the unit disc; the y axis points up. It is a function that returns the signed
+distance from the points (x, y) to its edge, negative inside, with slope one near the edge. So the
+edge can be one pixel soft at every size.
 """
 
 import math
@@ -83,10 +83,7 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """Return RGB (B, 3, 1, 1) in [0, 1] with exactly this luminance, 0.3 R + 0.59 G + 0.11 B.
-
-    Arguments: (B,) in [0, 1].
-    """
+    """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1]."""
     hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]
     rgb = ((hue * 6 + torch.tensor([0, 4, 2], device=hue.device)) % 6 - 3).abs().sub(1).clamp(0, 1)
     grey = (rgb * torch.tensor([0.3, 0.59, 0.11], device=hue.device)).sum(1, keepdim=True)
@@ -97,13 +94,10 @@ def colour(hue, saturation, luminance):
 
 
 def colours(draw, layer):
-    """Draw two similar colours of a layer, (B, 3, 1, 1) each. draw: see render_scenes.
-
-    Shapes are lighter than the background, because otherwise small networks need far more images.
-    """
+    """Draw two similar colours of a layer, (B, 3, 1, 1) each. draw: see render_scenes."""
     if layer == 0:
         luminance, saturation = draw(0.1, 0.36, 0), draw(0.2, 0.6, 1)
-    else:
+    else:                               # lighter, else small networks need far more images
         luminance, saturation = draw(0.62, 0.92, 0), draw(0.35, 0.95, 1)
     hue = draw(0, 1, 2)
     second = (hue + draw(-0.12, 0.12, 3)) % 1
@@ -139,12 +133,9 @@ def textured(draw, first, second, u, v):
 def render_scenes(index, size=32, seed=0):
     """Draw scenes: a large textured shape in front, whose class is the label, and three behind.
 
-    index: (B,) int64 in [0, 2**31), the scenes' numbers. size: side in pixels. Returns on index's
-    device:
-        images: (B, 3, size, size) uint8
-        labels: (B,) int64
-        masks: (B, size, size) uint8; 0 is background, k + 1 is class k of the frontmost shape
-
+    index: (B,) int64 in [0, 2**31), the scenes' numbers. size: side in pixels. Returns images
+    (B, 3, size, size) uint8, labels (B,) int64, and masks (B, size, size) uint8; 0 is background,
+    k + 1 is class k of the frontmost shape.
     A scene depends on (seed, index) only. Another size gives the same scene at another resolution,
     with other pixel noise. Place, size, rotation, colours and textures do not depend on the class.
     """
@@ -180,9 +171,7 @@ def load_shapes(split, num_images, size=32, device="cpu"):
     """Render "train", "val" or "test" on `device`. Returns a Split on this device."""
     first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
-    pixels = 2 ** 18 if index.device.type == "cpu" else 2 ** 23             # to stay in the cache
-    chunks = index.split(max(1, pixels // size ** 2))
-    chunks = bar(chunks, f"rendering shapes {split}", leave=False)          # a few seconds
-    parts = [render_scenes(chunk, size) for chunk in chunks]
+    chunks = index.split(max(1, 2 ** 18 // size ** 2))              # to stay in a CPU's cache
+    parts = [render_scenes(chunk, size) for chunk in bar(chunks, f"rendering {split}", leave=False)]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)
