@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from attention import layer_inputs
 from data.datasets import DATASETS
-from data.images import central_square, file_hash, read_image, walk_images
+from data.images import central_square, marks, read_image, walk_images
 from data.masks import palette
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
@@ -196,17 +196,18 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder, crop, seen):
     """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
 
-    seen: hashes of the images that the training used. With them, a row ends with "yes" or "no".
+    seen: `marks` of the images that the training used. With them, a row ends with "yes" or "no".
     """
     rows = []
     for path in walk_images(folder):
         try:
-            image = central_square(read_image(path), model.config.image_size, crop)
+            photo = read_image(path)
         except common.InputError as error:
             print(f"left out: {error}")
             continue
+        image = central_square(photo, model.config.image_size, crop)
         probability, k = model(image[None] / 255)[0].softmax(0).max(0)
-        used = ["yes" if file_hash(path) in seen else "no"] if seen else []
+        used = ["yes" if marks(path, photo) & seen else "no"] if seen else []
         rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}", *used))
     return rows
 
@@ -218,7 +219,7 @@ def main():
     crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
     segmenter = checkpoint["task"] == "segmentation"
     rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
-    model, seen = rebuild(checkpoint).requires_grad_(False), checkpoint.get("seen", [])
+    model, seen = rebuild(checkpoint).requires_grad_(False), {*checkpoint.get("seen", [])}
 
     if args.image and Path(args.image).is_dir():
         header = ["file", "class", "probability", *["used in training"] * bool(seen)]
@@ -232,7 +233,7 @@ def main():
 
     if args.image:
         image, noise = read_image(args.image), args.noise or 0
-        if file_hash(args.image) in seen:
+        if marks(args.image, image) & seen:
             print("the training used this image, so the answer does not count as a test")
     else:
         scenes = load_shapes("test", args.scene + 1, model.config.image_size)

@@ -14,8 +14,8 @@ from typing import Callable, NamedTuple
 import torch
 
 from common import InputError, bar, print0
-from data.images import (ImageTree, Split, central_square, choose_part, composed, file_hash,
-                         list_images, part_folders, read_image)
+from data.images import (ImageTree, Split, central_square, choose_part, composed, list_images,
+                         marks, part_folders, read_image)
 from data.rng import epoch_order
 from data.shapes import load_shapes
 
@@ -47,21 +47,22 @@ def imagenet(split, args):
 def folder(split, args):
     """Load your own images as squares. A file that cannot be read is left out.
 
-    args.crop: of the network's training. args.seen: hashes of files that are left out, because a
+    args.crop: of the network's training. args.seen: `marks` of images that are left out, because a
     network was trained on them.
     """
     classes, files = find_photos(args.data_dir, split)
-    images, labels, hashes = [], [], []
+    images, labels, hashes, seen = [], [], [], {*args.seen}
     for path, label in bar(files, "decoding", leave=False):
         try:
             image = read_image(path)
         except InputError as error:
             print0(f"skipping: {error}")
             continue
-        if (name := file_hash(path)) not in args.seen:
+        found = marks(path, image)
+        if not found & seen:
             images.append(central_square(image, args.image_size, args.crop))
             labels.append(label)
-            hashes.append(name)
+            hashes += found
     if not images:
         raise InputError(f"--data_dir {args.data_dir}: no image can be read, or the network was "
                          f"trained on all of them")

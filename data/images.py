@@ -29,7 +29,11 @@ class Split(NamedTuple):
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels are indices into it
     masks: torch.Tensor | None = None        # scenes: (N, H, W) uint8, 0: none, k + 1: class k
-    hashes: list = []                        # your own images: `file_hash` of every file
+    hashes: list = []                        # your own images: `marks` of every file
+
+    def content(self):
+        """Return what `fingerprint` hashes."""
+        return self.images, self.labels, self.classes
 
 
 def send(x, device):
@@ -101,8 +105,11 @@ def list_images(root):
 
 
 def walk_images(folder):
-    """List the images in a folder and in its subfolders."""
-    inner = [path for inside in subfolders(folder).values() for path in walk_images(inside)]
+    """List the images in a folder and in its subfolders, except links to a folder around them."""
+    here = os.path.join(os.path.realpath(folder), "")
+    inner = [path for inside in subfolders(folder).values()
+             if not here.startswith(os.path.join(os.path.realpath(inside), ""))
+             for path in walk_images(inside)]
     return list_files(folder) + inner
 
 
@@ -128,6 +135,16 @@ def file_hash(path):
     """Hash the bytes of a file: 16 hex digits."""
     with open(path, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()[:16]
+
+
+def marks(path, image):
+    """Return two hashes of an image (3, H, W), by which an evaluation recognises training images.
+
+    The hash of the pixels finds a file that was renamed, moved or copied. The hash of the path
+    finds a file that was edited or saved again.
+    """
+    place = composed(os.path.realpath(path)).encode("utf-8", "surrogateescape")
+    return {hashlib.sha256(data).hexdigest()[:16] for data in (image.numpy().tobytes(), place)}
 
 
 def choose_part(found, part, name):
@@ -163,8 +180,8 @@ def choose_part(found, part, name):
 def fingerprint(dataset):
     """Hash a data set: 16 hex digits that depend on its pixels or files, labels and class names.
 
-    dataset: a tuple of tensors, lists and texts, such as a Split, or an object whose method
-    `content` returns one. Files that are not in memory count by name and size.
+    dataset: a tuple of tensors, lists and texts, or an object whose method `content` returns one,
+    such as a Split. Files that are not in memory count by name and size, and some by their bytes.
     """
     digest = hashlib.sha256()
     for part in dataset.content() if hasattr(dataset, "content") else dataset:
@@ -255,7 +272,8 @@ class ImageTree(Dataset):
     def content(self):
         """Return what `fingerprint` hashes."""
         sizes = [os.path.getsize(self.path(i)) for i in range(len(self))]
-        return [composed(name) for name in self.names], sizes, self.labels, self.classes
+        some = [file_hash(self.path(i)) for i in range(0, len(self), len(self) // 100 + 1)]
+        return [composed(name) for name in self.names], sizes, some, self.labels, self.classes
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""

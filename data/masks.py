@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from common import InputError, bar
 from data.augment import DISTORT_COLUMNS, distort
-from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files,
+from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files, marks,
                          part_folders, read_image)
 from data.rng import DISTORT, VIEW, uniform
 from data.shapes import colour, load_shapes
@@ -77,7 +77,7 @@ class SegTree(Dataset):
 
     A label contains an index into `classes` per pixel, or 255 for an ignored pixel.
     files: [(image path, annotation path)]. first: the pixel value of class 0; with 1, the value 0
-    is ignored. last: the label of pixels with the value 255. hashes: of your own image files.
+    is ignored. last: the label of pixels with the value 255. hashes: `marks` of your own images.
     """
 
     def __init__(self, files, classes, first=0, last=IGNORE, hashes=()):
@@ -181,8 +181,8 @@ def own_folder(root, parts, classes=None, seen=()):
     root/images and root/annotations contain the files, or both contain training/, validation/ and
     test/, of which the last two are optional. The value k is class k, and 255 is ignored; but if
     only 0 and 255 occur, 255 is class 1. classes.txt names the classes.
-    classes: in an evaluation, the network's classes; the folder may lack some of them. seen: hashes
-    of images that are left out, because the network was trained on them.
+    classes: in an evaluation, the network's classes; the folder may lack some of them. seen:
+    `marks` of images that are left out, because the network was trained on them.
     """
     folders = part_folders(os.path.join(root, "images"))
     found = {part: {"": pairs(root, os.path.basename(path) if part else "")}
@@ -209,12 +209,12 @@ def own_folder(root, parts, classes=None, seen=()):
     trees = []
     for part in parts:
         files = choose_part(found, part, lambda pair: Path(pair[0]).stem)
-        files = [(name, pair) for name, pair in ((file_hash(pair[0]), pair) for pair in files)
-                 if name not in seen]
+        marked = {pair: marks(pair[0], read_image(pair[0])) for pair in files}
+        files = [pair for pair in files if marked[pair].isdisjoint(seen)]
         if not files:
             raise InputError(f"--data_dir {root}: the network was trained on all images")
-        hashes, files = zip(*files)
-        trees.append(SegTree(list(files), names, last=1 if binary else IGNORE, hashes=hashes))
+        hashes = [name for pair in files for name in marked[pair]]
+        trees.append(SegTree(files, names, last=1 if binary else IGNORE, hashes=hashes))
     return trees
 
 

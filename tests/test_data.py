@@ -93,6 +93,11 @@ def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
     before = fingerprint(ImageTree(tree_dir, "val"))
     assert before == fingerprint(ImageTree(tree_dir, "val"))
     path = tree_dir / "val" / "n01" / "n01_0.JPEG"
+    data = path.read_bytes()
+    path.write_bytes(data[::-1])                                    # as many bytes
+    assert fingerprint(ImageTree(tree_dir, "val")) != before
+    path.write_bytes(data)
+    assert fingerprint(ImageTree(tree_dir, "val")) == before
     path.rename(tree_dir / "val" / "n02" / "n01_0.JPEG")            # another label
     assert fingerprint(ImageTree(tree_dir, "val")) != before
 

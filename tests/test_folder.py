@@ -17,7 +17,7 @@ import train_cls
 import train_seg
 from common import InputError
 from data.datasets import find_photos, load_data, load_part, load_test
-from data.images import choose_part, fingerprint, list_images, name_hash
+from data.images import choose_part, fingerprint, list_images, name_hash, walk_images
 from data.masks import load_segmentation, own_folder
 from runs import call, make_pairs, refused
 
@@ -89,21 +89,28 @@ def test_folders_train_val_test_are_parts():
 
 
 def test_training_images_are_never_held_out(capsys):
-    """Renamed, moved, copied: the hashes of the files decide, not their names."""
+    """Renamed and copied: the pixels decide. Edited or saved again: the path decides."""
     make("photos", 10)
     args = Namespace(data="folder", data_dir="photos", holdout=0, image_size=32)
     train, val = load_data(args, "cpu")
     seen = [*train.hashes, *val.hashes]
     held = evaluated("photos", seen, data="folder")
-    assert len(seen) == 27 and torch.equal(held.images.sum((1, 2, 3)).sort()[0],
+    assert len(seen) == 54 and torch.equal(held.images.sum((1, 2, 3)).sort()[0],
                                            stored("photos", "test").images.sum(
                                                (1, 2, 3)).sort()[0])
     shutil.copytree("photos", "copy")
     for path in sorted(Path("copy").rglob("*.png")):
         path.rename(path.with_stem(f"{path.stem}_v2"))
-    assert sorted(evaluated("copy", seen, data="folder").hashes) == sorted(held.hashes)
+    assert torch.equal(evaluated("copy", seen, data="folder").images.sum((1, 2, 3)).sort()[0],
+                       held.images.sum((1, 2, 3)).sort()[0])
     assert "3 of 30 images are evaluated" in capsys.readouterr().out
     shutil.rmtree("copy")
+    shutil.copytree("photos", "before")
+    for path in Path("photos").rglob("*.png"):
+        Image.open(path).rotate(180).save(path)
+    assert len(evaluated("photos", seen, data="folder").labels) == 3
+    shutil.rmtree("photos")
+    Path("before").rename("photos")
     for path in find_photos("photos", "test")[1]:
         os.remove(path[0])
     with pytest.raises(InputError, match="trained on all"):
@@ -129,7 +136,7 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     assert "skipping: cannot read photos/owl/9.png" in out and "3 classes: cat, dog, owl" in out
     assert run["classes"] == CLASSES
     test = evaluated("photos", run["seen"], **run["args"])
-    assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 29
+    assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 58
 
 
 def test_resumed_run_needs_the_same_images():
@@ -149,6 +156,8 @@ def test_one_lister_finds_the_classes():
     Path("photos/cat/._0.png").write_bytes(b"")
     make("elsewhere", 2, classes=["yak"])
     os.symlink(os.path.abspath("elsewhere/yak"), "photos/yak")      # a linked class folder
+    os.symlink(os.path.abspath("photos"), "photos/cat/loop")
+    assert len(walk_images("photos")) == 14
     found = list_images("photos")
     assert {name: len(paths) for name, paths in found.items()} == dict(cat=3, dog=3, owl=3, yak=2)
     with pytest.raises(InputError, match="there is no folder"):

@@ -13,7 +13,7 @@ import look
 from fixtures import ROOT
 from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_part
-from data.images import file_hash
+from data.images import marks, read_image
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from vit import ViT, ViTConfig
@@ -163,7 +163,8 @@ def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
     assert one.split()[1:3] == [rows[0][1], f"{100 * float(rows[0][2]):.1f}"]
 
     # a network that was trained on one of the images
-    common.save(path, common.load(path) | dict(seen=[file_hash(folder / "a" / "0.PNG")]))
+    image = folder / "a" / "0.PNG"
+    common.save(path, common.load(path) | dict(seen=[*marks(image, read_image(image))]))
     run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
     assert header[3] == "used in training" and [row[3] for row in rows] == ["yes", "no"]
