@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from robust.attacks import fgsm
-from robust.autoattack import (apgd, apgd_t, autoattack, box_projection, dlr, fab_t,
-                               likely_targets, random_square, square, targeted_dlr)
+from robust.autoattack import (apgd, apgd_t, autoattack, dlr, fab_t, likely_targets, random_square,
+                               square, targeted_dlr)
 from golden_net import trained_network
 from test_attacks import CASCADE as QUICK, EPS, right as robust
 
@@ -22,27 +22,27 @@ MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apg
 
 @pytest.fixture(scope="module")
 def own():
-    """Return (model, images, labels): a small network trained on scenes, and 100 test images."""
-    return trained_network(100)
+    """Return (model, images, labels): a small network trained on scenes, and 60 test images."""
+    return trained_network(60)
 
 
-FEWER = {"apgd-ce": dict(steps=40), "apgd-dlr": dict(steps=40),
-         "apgd-t": dict(steps=30, num_targets=2),
-         "fab-t": dict(steps=20, num_targets=2), "square": dict(queries=400)}
+FEWER = {"apgd-ce": dict(steps=20), "apgd-dlr": dict(steps=20),
+         "apgd-t": dict(steps=20, num_targets=2),
+         "fab-t": dict(steps=10, num_targets=2), "square": dict(queries=200)}
 
 
 def pyautoattacks(name, model):
-    """Return pyautoattack's member `name` at EPS, with the settings of FEWER."""
+    """Return pyautoattack's member `name` with the settings of FEWER."""
     pgd, fab, sq = (pytest.importorskip(f"pyautoattack.{module}")
                     for module in ("autopgd_base", "fab_pt", "square"))
-    common = dict(norm="Linf", eps=EPS, device="cpu", seed=0)
-    return {"apgd-ce": lambda: pgd.APGDAttack(model, n_iter=40, loss="ce", **common),
-            "apgd-dlr": lambda: pgd.APGDAttack(model, n_iter=40, loss="dlr", **common),
-            "apgd-t": lambda: pgd.APGDAttack_targeted(model, n_iter=30, n_target_classes=2,
+    common = dict(norm="Linf", eps=EPS * (1 + (name == "square")), device="cpu", seed=0)
+    return {"apgd-ce": lambda: pgd.APGDAttack(model, n_iter=20, loss="ce", **common),
+            "apgd-dlr": lambda: pgd.APGDAttack(model, n_iter=20, loss="dlr", **common),
+            "apgd-t": lambda: pgd.APGDAttack_targeted(model, n_iter=20, n_target_classes=2,
                                                       **common),
-            "fab-t": lambda: fab.FABAttack_PT(model, n_iter=20, n_target_classes=2, targeted=True,
+            "fab-t": lambda: fab.FABAttack_PT(model, n_iter=10, n_target_classes=2, targeted=True,
                                               **common),
-            "square": lambda: sq.SquareAttack(model, p_init=0.8, n_queries=400,
+            "square": lambda: sq.SquareAttack(model, p_init=0.8, n_queries=200,
                                               resc_schedule=False, **common)}[name]()
 
 
@@ -50,10 +50,10 @@ def pyautoattacks(name, model):
 def test_members_are_as_strong_as_pyautoattack(own, name):
     model, images, labels = own
     reference = robust(model, pyautoattacks(name, model).perturb(images, labels), labels)
-    adv = MEMBERS[name](model, images, labels, EPS, **FEWER[name])
+    adv = MEMBERS[name](model, images, labels, EPS * (1 + (name == "square")), **FEWER[name])
     ours, clean = robust(model, adv, labels), robust(model, images, labels)
-    assert reference.sum() < clean.sum() - 15             # pyautoattack fools more than 15
-    assert abs(int(ours.sum() - reference.sum())) <= (4 if name == "square" else 1)      # of 100
+    assert reference.sum() < clean.sum() - 9              # pyautoattack fools more than 9
+    assert abs(int(ours.sum() - reference.sum())) <= (3 if name == "square" else 1)
 
 
 def watched(model, seen):
@@ -109,7 +109,7 @@ def test_squares_shrink_as_in_pyautoattack():
 # --- known results -------------------------------------------------------------------------------
 
 def test_each_stage_leaves_fewer_robust_images(own, capsys):
-    model, images, labels = own[0], own[1][:40], own[2][:40]
+    model, images, labels = own[0], own[1][:30], own[2][:30]
     adv = QUICK["aa"](model, images, labels, EPS)
     found = [int(n) for n in re.findall(r"(?:CE|-T|Square) (\d+)", capsys.readouterr().out)]
     left = robust(model, adv, labels)
@@ -118,24 +118,6 @@ def test_each_stage_leaves_fewer_robust_images(own, capsys):
     assert torch.equal(adv[kept], images[kept])           # no success or no need: the clean image
     for name in ("apgd-ce", "apgd-t", "fab-t", "square"):
         assert left.sum() <= robust(model, QUICK[name](model, images, labels, EPS), labels).sum()
-
-
-def test_box_projection_equals_pyautoattack():
-    """Test feasible and infeasible hyperplanes, with pixels on the bounds and weights of zero."""
-    reference = pytest.importorskip("pyautoattack.fab_projections")
-    rng = torch.Generator().manual_seed(0)
-    n, B = 60, 400
-    v = (1.6 * torch.rand(B, n, generator=rng, dtype=torch.float64) - 0.3).clamp(0, 1)
-    w = torch.randn(B, n, generator=rng, dtype=torch.float64) ** 3
-    w = w * (torch.rand(B, n, generator=rng) < 0.8)
-    share = torch.linspace(-1.3, 1.3, B, dtype=torch.float64)          # of the largest change
-    down, up = ((w.abs() * torch.where(w * side > 0, v, 1 - v)).sum(1) for side in (1, -1))
-    b = (w * v).sum(1) - torch.where(share > 0, share * down, share * up)
-    d = box_projection(v, w, b, 0, 1)
-    assert (d - reference.projection_linf(v, w, b)).abs().max() < 1e-10
-    feasible = share.abs() < 1
-    assert ((w * (v + d)).sum(1) - b)[feasible].abs().max() < 1e-12 * n
-    assert (d[w == 0] == 0).all() and (v + d).min() >= 0 and (v + d).max() <= 1 + 1e-15
 
 
 def test_dlr_has_its_closed_form():
