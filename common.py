@@ -10,9 +10,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -241,28 +243,29 @@ def load_optimizer(optimizer, state):
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 
-def describe_model(model, checkpoint, path):
-    """Return the fields of a row of results.jsonl that identify a model of our checkpoint."""
-    c, args = model.config, checkpoint["args"]
-    kind = c.attn
-    if c.rpc_layers:
-        kind += f" {c.pap['n_iter']}iter/layer{','.join(map(str, c.rpc_layers))}"
-    weights = b"".join(t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-                       for t in model.state_dict().values())
-    return dict(model=f"{kind}, seed {args['seed']}", kind=kind, checkpoint=str(path),
-                weights=f"{zlib.crc32(weights):08x}", model_config=asdict(c))
+def checksum(model):
+    """Return the CRC-32 of a model's weights, which identifies them in a row: 8 hex digits."""
+    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+               for t in model.state_dict().values())
+    return f"{zlib.crc32(b''.join(tensors)):08x}"
 
 
-def add_result(folder, row):
-    """Append a row to results.jsonl in a folder, or in the folder of a checkpoint FILE.pt."""
-    folder = Path(folder) if Path(folder).suffix != ".pt" else Path(folder).parent
+def add_result(args, model, checkpoint, began, **numbers):
+    """Append a row on the model of --eval_only to results.jsonl, in --out_dir or beside the model.
+
+    began: the time.perf_counter() at which the measurement of `numbers` began.
+    """
+    c, path, device = model.config, Path(args.eval_only), next(model.parameters()).device
+    layers = f" {c.pap['n_iter']}iter/layer{','.join(map(str, c.rpc_layers))}"
+    kind = c.attn + (layers if c.rpc_layers else "")
+    row = dict(model=f"{kind}, seed {checkpoint['args']['seed']}", kind=kind, checkpoint=str(path),
+               weights=checksum(model), model_config=asdict(c), task=checkpoint["task"], **numbers,
+               seed=args.seed, seconds=round(time.perf_counter() - began, 2),
+               date=str(date.today()), **code_version(), hardware=describe(device),
+               processes=dist.get_world_size() if dist.is_initialized() else 1)
+    folder = Path(args.out_dir or (path.parent if path.suffix == ".pt" else path))
     folder.mkdir(parents=True, exist_ok=True)
     append_row(folder / "results.jsonl", row)
-
-
-def absolute(path):
-    """Return the absolute path, so that "photos" and "./photos" give the same row."""
-    return str(Path(path).resolve()) if path else None
 
 
 def table(rows, header):

@@ -217,10 +217,8 @@ def load_model(path, size, device):
                   if k != "pap" and v != usual.get(k)}
         config = json.loads(common.to_json(config))       # as a stored row: lists, not tuples
         size = net.config.image_size
-    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-               for t in net.state_dict().values())
     about = dict(checkpoint=str(path), model_config=config, model=name,
-                 weights=f"{zlib.crc32(b''.join(tensors)):08x}", size=size)
+                 weights=common.checksum(net), size=size)
     return Model(net.to(device).eval().requires_grad_(False), size,
                  list(checkpoint.get("classes") or []), about, trained, checkpoint.get("seen", []))
 
@@ -653,6 +651,7 @@ def main():
     first = Path(args.ckpt[0] if args.ckpt else "out/model")
     folder = first if not args.ckpt or first.is_dir() else Path("out", first.stem)
     path = Path(args.out_dir or folder / "robust") / "results.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row_key(row): row for row in common.read_log(path)}
     hardware, wanted = common.describe(device), []
     print0(f"{len(models)} models | {args.data} | {world} x {hardware} | {path}, {len(rows)} rows")
@@ -671,7 +670,7 @@ def main():
                 row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                            **common.code_version(), hardware=hardware, processes=world)
                 rows[key] = row
-                common.add_result(path.parent, row)       # rank 0 writes
+                common.append_row(path, row)              # rank 0 writes
             wanted.append(rows[key])
     fewest = min(row["images"] for row in wanted)
     print0(f"\n{rows_table(wanted)}\n\n"

@@ -30,7 +30,6 @@ import textwrap
 import time
 import zlib
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -222,15 +221,11 @@ def evaluate_only(args, rank, world, device):
                        attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, kept),
                        clean_unswapped=perplexity(sliding, kept),
                        unknown=round(100 * float((clean == vocab.get(UNK, -1)).mean()), 4))
-        row = dict(common.describe_model(model, checkpoint, args.eval_only),
-                   task="language modelling", data=data, data_dir=common.absolute(data_dir),
-                   name="perplexity", settings=dict(split=split, window=window, stride=stride),
-                   images=len(clean), seed=args.seed, precision="float32", **numbers, word=word,
-                   swapped=int((~kept).sum()), seconds=round(time.perf_counter() - began, 2),
-                   date=str(date.today()), **common.code_version(),
-                   hardware=common.describe(device), processes=world)
+        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
+                          name="perplexity", images=len(clean), **numbers, word=word,
+                          settings=dict(split=split, window=window, stride=stride),
+                          swapped=int((~kept).sum()))
         found.append([split, len(clean), *(f"{value:.2f}" for value in numbers.values())])
-        common.add_result(args.out_dir or args.eval_only, row)
     common.print0(common.table(found, ["text", "tokens", *numbers]))
 
 

@@ -29,7 +29,6 @@ import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -254,14 +253,9 @@ def evaluate_only(args, rank, world, device):
             results.append(result)
         numbers = results[0] if clean else {k: [r[k] for r in results] for k in results[0]}
         settings = {} if clean else dict(type=kind, severities=args.severities)
-        row = dict(common.describe_model(model, checkpoint, args.eval_only), task="segmentation",
-                   data=data, data_dir=common.absolute(data_dir),
-                   name="clean" if clean else "corruptions",
-                   settings=dict(settings, **views, frost_dir=common.absolute(args.frost_dir)),
-                   images=len(index), seed=args.seed, precision="float32", **numbers,
-                   seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
-                   **common.code_version(), hardware=common.describe(device), processes=world)
-        common.add_result(args.out_dir or args.eval_only, row)
+        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
+                          name="clean" if clean else "corruptions", images=len(index), **numbers,
+                          settings=dict(settings, **views, frost_dir=args.frost_dir))
         means = (sum(r[k] for r in results) / len(results) for k in names)
         found.append([kind, len(index), *(f"{mean:.2f}" for mean in means)])
     common.print0(common.table(found, ["measure", "images", *names]))

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 import common
 from attention import layer_inputs, rpc_attention
+from eval_robust import kind_of
 from studies import probe
 from studies.stats import scipy_stats, spread
 from robust import metrics
@@ -123,7 +124,7 @@ def checkpoint_row(path, args):
     images, labels = probe.load_test_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
     return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
-                network=common.describe_model(model, checkpoint, path)["kind"],
+                network=kind_of(model.config),
                 seed=checkpoint["args"]["seed"],
                 values={name: round(x.double().mean().item(), 5) for name, x in values.items()})
 
