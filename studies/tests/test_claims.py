@@ -2,11 +2,9 @@
 
 import csv
 
-import numpy as np
 import pytest
 
 from studies import claims
-from studies.stats import Compared
 
 
 def test_every_page_agrees_with_the_rows(capsys):
@@ -49,12 +47,6 @@ def test_table_cell_is_found_by_row_and_column(tmp_path):
     assert len(list(claims.faults([claim], tmp_path))) == 1
 
 
-def test_key_limits_a_number_to_its_paragraph(tmp_path):
-    claim = [PAGE], "fresh seeds", NUMBER, CLAIM[3]
-    (tmp_path / PAGE).write_text(f"- fresh seeds: 1\n- others: {NUMBER}\n")
-    assert len(list(claims.faults([claim], tmp_path))) == 1
-
-
 def test_interval_without_a_claim_is_named(tmp_path):
     (tmp_path / PAGE).write_text(f"First {NUMBER}, lower by 7.7 points (2.8 to 12.7); "
                                  "then -7.7 (-12.7 to -2.9).")
@@ -78,33 +70,6 @@ def test_changed_row_is_named(tmp_path, monkeypatch):
     faults = list(claims.faults([claim]))
     claims.rows_of.cache_clear()
     assert faults[0].startswith("claims.csv: ")
-
-
-def test_slow_measures_are_compared_on_their_images(monkeypatch):
-    found = {"pgd": {("a", 0): np.array([100, 0, 100, 100]), ("a", 1): np.ones(4),
-                     ("b", 0): np.zeros(4)}, "slow, 2 images": {("a", 0): np.zeros(2)}}
-    monkeypatch.setattr(claims.arms, "comparison",
-                        lambda name: (None, Compared(found, (), {}, {}, 0)))
-    assert claims.on_those("gate", "a", "pgd", "slow, 2 images") == "50.0"
-    assert claims.on_those("gate", "a", "slow, 2 images", "slow, 2 images") == "0.0"
-
-
-def test_means_come_from_the_last_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "RESULTS", tmp_path)
-    (tmp_path / "a.csv").write_text(
-        "run,step,of,x\na_s0,0,J [R],9\na_s0,8,J [R],1\na_s1,8,J [R],2\nb_s0,8,J [R],7\n")
-    assert claims.mean("a.csv", "run=a_s?", "of=J [R]", "x", ".2f") == "1.50"
-    assert claims.mean("a.csv", "run=a_s?", "step=0", "x", ".0f") == "9"
-    assert claims.mean("a.csv", "run=a*", "x", "±.1f") == "1.5 ± 0.7"
-    assert claims.mean("a.csv", "x", "in1") == "3.3 (-4.7 to 11.3)"
-    claims.rows_of.cache_clear()
-
-
-def test_forced_value_losses_are_paired_by_seed(monkeypatch):
-    rows = [dict(arm=arm, seed=seed, loss=loss) for arm, seed, loss in (
-        ("plain", 0, 2.0), ("plain", 1, 1.0), ("span-own", 1, 1.5), ("span-own", 2, 9.0))]
-    monkeypatch.setattr(claims, "rows_of", lambda file: rows)
-    assert claims.losses("constancy", "span-own", "plain").tolist() == [0.5]
 
 
 def test_outdated_details_are_named(tmp_path, monkeypatch):

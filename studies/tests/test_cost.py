@@ -1,8 +1,6 @@
 """Test studies/cost.py: it prints Table 11, writes rows and counts multiply-adds."""
 
-import argparse
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -25,30 +23,17 @@ def formula(config):
 
 
 def test_every_model_has_a_row(monkeypatch, tmp_path, capsys):
-    """Measure four of the nine models; no test measures all of them, which takes 10 s."""
-    some = "symmetric", "rpc 4iter/layer1", "fan symmetric", "fan softmax"
-    out = tmp_path / "rows.jsonl"
+    out, some = tmp_path / "rows.jsonl", ("symmetric", "rpc 4iter/layer1")
     monkeypatch.setattr(cost, "MODELS", {name: cost.MODELS[name] for name in some})
     cost.main("--batch_size 1 --rounds 1 --threads 1 --clock cpu --device cpu --out".split()
               + [str(out)])
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert tuple(row["model"] for row in rows) == some
-    for column in ("ms", "ratio", "images/s", "batch ratio"):
-        assert all(row[f"{what} {column}"] > 0 for row in rows for what in ("train", "test"))
-    symmetric, rpc, fan_symmetric, fan_softmax = rows
-    for own, base in ((rpc, symmetric), (fan_softmax, fan_symmetric)):     # one round only
-        for what in ("train", "test"):
-            ratio = own[f"{what} ms"] / base[f"{what} ms"]
-            assert own[f"{what} ratio"] == pytest.approx(ratio)
+    symmetric, rpc = [json.loads(line) for line in out.read_text().splitlines()]
+    for what in ("train", "test"):
+        for column in ("ms", "images/s", "batch ratio"):
+            assert symmetric[f"{what} {column}"] > 0 < rpc[f"{what} {column}"]
+        assert rpc[f"{what} ratio"] == pytest.approx(rpc[f"{what} ms"] / symmetric[f"{what} ms"])
     assert rpc["train ms"] > rpc["test ms"] and rpc["kept MB more"] > 0
-    assert "cpu, " in rpc["hardware"]
     assert "rpc 4iter/layer1" in capsys.readouterr().out
-
-
-def test_models_take_turns():
-    calls, how = [], argparse.Namespace(clock="wall", rounds=2)
-    times = cost.alternate(how, torch.device("cpu"), {n: partial(calls.append, n) for n in "ab"})
-    assert calls == [*"ab", *"ba", *"ab"] and [len(x) for x in times.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("name", VITS)

@@ -1,9 +1,7 @@
 """Test studies/kernel_pca.py and probe.py: reference numbers, theory, controls, the command."""
 
-import csv
 import math
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,16 +9,13 @@ from torch import nn
 
 import train_cls
 from attention import SelfAttention
-from common import InputError
-from data import shapes
 from kpca import (a_hat, attend, basis, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
                   projection_loss, ritz, theoretical_values)
-from studies import kernel_pca as study, probe, published_scores
+from studies import kernel_pca as study, probe
 from studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure, standardise
-from studies.probe import Heads, capture, load_model, untrained
+from studies.probe import Heads, capture
 from studies.span import Layer, explained_variance, key_span, principal_axes, value_axes
 from test_kpca import assert_close, cases, draw
-from vit import ViT, ViTConfig
 
 
 def check_heads(z):
@@ -84,7 +79,7 @@ def test_eigenvalue_statistics_agree_with_golden(golden):
     assert_close((-log_g(z["k"], z["k"]).amin(-1)).exp().flatten(), z["bound"], 1e-10)
 
 
-@pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (40, 64, 1.7)])
+@pytest.mark.parametrize("N, D, size", [(24, 8, 1.7), (40, 64, 1.7)])
 def test_kernel_pca_explains_the_most_variance(N, D, size):
     _, k, v = draw(N, N, D, size=size)
     axes, span = kernel_pca(k), key_span(k)
@@ -100,15 +95,14 @@ def test_kernel_pca_explains_the_most_variance(N, D, size):
     assert_close(ev(v[:, :2] @ R), ev(v[:, :2]), 1e-8)
 
 
-@pytest.mark.parametrize("ratio", [50, 500, 5000])
-def test_long_keys_stay_finite(ratio):
+def test_long_keys_stay_finite():
     q, k, v = torch.randn(3, 2, 3, 20, 8, generator=torch.Generator().manual_seed(7),
                           dtype=torch.float64)
     for t in (q, k):
-        t *= (ratio * math.sqrt(8) / t.square().sum(-1).amax()).sqrt()
+        t *= (5000 * math.sqrt(8) / t.square().sum(-1).amax()).sqrt()
     heads = Heads(q, k, v, v, v.transpose(1, 2).flatten(2))
     layer = Layer(heads, "0")
-    assert (layer.axes.rank < 19).all() == (ratio >= 500)  # fewer axes than D are no error
+    assert (layer.axes.rank < 19).all()                     # fewer axes than D are no error
     for key, t in measure([layer], EXPERIMENTS).items():
         assert t.isfinite().all(), key
 
@@ -128,54 +122,13 @@ def tiny_heads(B=2, H=2, N=6, D=3, seed=0):
     return Heads(q, k, v, v, torch.randn(B, N, H * D, generator=g, dtype=torch.float64))
 
 
-def test_other_head_is_a_control_everywhere():
-    heads, experiments = tiny_heads(H=3), {**EXPERIMENTS}
-    del experiments["eigstats"]                                             # depends on keys only
-    found = measure([Layer(heads)], experiments)
-    moved = measure([Layer(heads._replace(v=heads.v.roll(1, 1), raw=heads.raw.roll(1, 1)))],
-                    experiments)
-    compared = [key[:2] for key in found if key[2] == "other" and "learned -" not in key[1]]
-    assert {name for name, _ in compared} == set(experiments)
-    for name, m in compared:
-        if m not in ("h2", "J", "rel_phi", "rel_h", "above"):  # |v| comes from another head
-            assert_close(found[name, m, "other", ""], moved[name, m, "learned", ""], 1e-9)
-    for (name, m, source, _), t in found.items():
-        if m.endswith(": learned -"):
-            of = m.removesuffix(": learned -")
-            assert_close(t, found[name, of, "learned", ""] - found[name, of, source, ""], 1e-9,
-                         1e-12)
-    assert "other" not in Layer(tiny_heads(H=1)).values
-
-
-@pytest.mark.parametrize("zero, sizes", [
-    (("q", "k"), {}), (("v", "raw"), {}), (("x",), {}), ((), dict(D=1)), ((), dict(N=2)),
-    ((), dict(N=4)), ((), dict(N=5))])
-def test_degenerate_heads_are_measured(zero, sizes):
-    heads = tiny_heads(**sizes)
-    heads = heads._replace(**{name: 0 * getattr(heads, name) for name in zero})
-    found = measure([Layer(heads)], EXPERIMENTS | published_scores.EXPERIMENTS)
-    assert found["capture", "EV", "learned", ""].isfinite().all()
-    assert not any(t.isinf().any() for t in found.values())
-
-
-def test_unresolved_axes_are_left_out():
-    layer = Layer(tiny_heads(N=4, D=6))                                     # three axes, not six
-    axes, found = layer.axes, EXPERIMENTS["gamma"](layer)
-    assert (axes.rank == 3).all()
-    assert_close(found["lambda"]["KPCA"], ((-axes.c).exp() * axes.sigma[..., :3] / 4).mean(-1))
-    assert_close(found["eig_cos"]["KPCA"], torch.ones(1, 2, 2), 1e-9)
-
-
 def test_control_values_have_the_learned_size():
     heads = tiny_heads(B=4)
-    layer, other = Layer(heads, key=(0, 0)), Layer(heads, key=(1, 0)).values["iid"]
-    for name, v in layer.values.items():
+    layer = Layer(heads, key=(0, 0))
+    for v in layer.values.values():
         assert_close(v.norm(dim=(-2, -1)), layer.v.norm(dim=(-2, -1)).expand(v.shape[:3]), 1e-10)
     iid = layer.values["iid"]
-    assert abs(torch.corrcoef(torch.stack([iid.flatten(), other.flatten()]))[0, 1]) < 0.3
-    assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5
-    W, = layer.raw["x W"][:1, 0]  # each head has another matrix
-    assert abs(torch.corrcoef(W.flatten(1))[0, 1]) < 0.9
+    assert abs(torch.corrcoef(iid[0].flatten(1))[0, 1]) < 0.5       # each head has other values
     later = Layer(Heads(*(t[3:] for t in heads[:5])), key=(0, 3)).values
     for name in ("iid", "x W"):
         assert_close(later[name], layer.values[name][:, 3:], 1e-12)
@@ -208,10 +161,7 @@ class Wrapped(nn.Module):
         return x + self.inner(x)
 
 
-KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["softmax", "rpc", "scaled_s"])
 def test_captured_heads_reproduce_the_attention(kind):
     model = Wrapped(attn=kind, num_tokens=10).double()
     module = model.inner[1]
@@ -224,27 +174,6 @@ def test_captured_heads_reproduce_the_attention(kind):
         assert_close(module.proj(h.transpose(1, 2).flatten(2)), module(model.inner[0](x)), 1e-6,
                      1e-6)
     assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
-
-
-def save_vit(path, attn="softmax", image_size=16, **change):
-    torch.manual_seed(0)
-    config = ViTConfig(image_size=image_size, patch_size=4, num_classes=10, embed_dim=24, depth=2,
-                       num_heads=3, attn=attn, init="default")
-    model = ViT(config)
-    args = dict(data="shapes", data_dir=None, seed=0, init_from=None)
-    torch.save({"task": "classification", "model": model.state_dict(),
-                "model_config": asdict(config), "step": 7,
-                "args": args, "classes": list(shapes.SHAPES), **change}, path)
-    return str(path)
-
-
-def run(study, *argv):
-    study.main([str(word) for word in argv])
-
-
-def read(path):
-    with open(path, newline="") as f:
-        return list(csv.DictReader(f))
 
 
 # --- sensitivity of the measures ------------------------------------------------------------------
@@ -266,12 +195,6 @@ def test_fitted_map_beats_a_random_one(monkeypatch):
             [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"])
                                                                   for p in pieces]))
         assert fitted > random + 0.01, name
-    layer = pieces[0]
-    Q = basis(value_axes(layer.span, layer.v))
-    assert_close(study.variance(layer, layer.v), explained_variance(layer.span, Q), 1e-8)
-    exact = theoretical_values(layer.axes, 8)
-    assert_close(study.eigenvectors(layer, exact @ own[0, :8]), torch.ones(1, 2, 2), 1e-6)
-    assert (study.eigenvectors(layer, layer.v) < 0.95).all()
 
 
 def stored(folder, seeds, gap, room=0.05, network="softmax"):
@@ -303,18 +226,6 @@ def test_verdict_follows_interval_and_share(tmp_path, gap, room, said):
                                                      for s in range(5)]), 1e-3)
 
 
-def test_table_has_intervals_over_seeds(tmp_path):
-    rows = stored(tmp_path, 3, 0.1)
-    half = 4.303 * 1e-4 / math.sqrt(3)                                            # t(2) at 97.5 %
-    text = study.control_table(rows, "eig_cos")
-    assert f"+0.1001 (+{0.1001 - half:.4f} to +{0.1001 + half:.4f})" in text
-    assert "0.9101 ± 0.0101 | 0.6101" in text                               # before, after training
-    one = [row for row in rows if row["run"] == "softmax_s0"]
-    assert study.verdict(one, "softmax") == "too few seeds"
-    with pytest.raises(InputError, match="contains no CSV file"):
-        study.kpca_tables(tmp_path / "nowhere")
-
-
 def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "TRAINING_STAGES", (0, 1, 2))
     monkeypatch.setattr(study, "FIT_IMAGES", 50)
@@ -338,61 +249,13 @@ def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, caps
     assert "eig_cos, v = G a" in shown
     rows, text = probe.read_csv(tmp_path / "trained.csv"), (tmp_path / "trained.csv").read_text()
     fits = {row["step"]: {r["source"] for r in rows if r["step"] == row["step"]} for row in rows}
-    assert set(fits) == {0, 1, 2} and all("fitted to eig_cos" in of for of in fits.values())
     assert [("fitted to overlap" in fits[step]) for step in (0, 1, 2)] == [False, False, True]
     start = study.stage(tmp_path / "scaled_s_s3", "scaled_s", 3, 0)[0]
     torch.manual_seed(3)
     fresh = type(start)(start.config)
     assert all(torch.equal(a, b) for a, b in zip(start.parameters(), fresh.parameters()))
-    one, two = (load_model(tmp_path / f"scaled_s_s3/step_{step}.pt")[0] for step in (1, 2))
-    assert not torch.equal(one.head.weight, two.head.weight)
     study.main(flags)
     assert len(commands) == 2 and (tmp_path / "trained.csv").read_text() == text
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-def test_rows_are_means_over_images(tmp_path):
-    zero, one = torch.tensor([[1.0, 2.0, 3.0], [3.0, math.nan, 5.0]], dtype=torch.float64)
-    found = {("EV", "learned", "0"): zero, ("EV", "learned", "1"): one}
-    rows = probe.summarise(found, "run", 7)
-    assert {r["layer"]: r["mean"] for r in rows if r["layer"] != "1"} == {"0": 2, "all": 8 / 3}
-    assert rows[0]["se"] == pytest.approx(1 / math.sqrt(3))
-    assert (rows[0]["step"], rows[0]["images"]) == (7, 3)
-    assert math.isnan(probe.summarise({("EV", "learned", "0"): zero[:1]}, "run", 7)[0]["se"])
-    for _ in range(2):
-        probe.write_csv(tmp_path / "x.csv", rows[:1], "a")
-    assert [r["mean"] for r in probe.read_csv(tmp_path / "x.csv")] == [2, 2]
-    assert probe.read_csv(tmp_path / "no.csv") == []
-
-
-def test_untrained_and_trained_networks_have_rows(monkeypatch, tmp_path, capsys):
-    folder = tmp_path / "run"
-    flags = ("--num_images 64 --epochs 2 --image_size 16 --attn softmax --lr 0 --batch_size 32 "
-             "--device cpu --weight_decay 0")
-    monkeypatch.setattr(sys, "argv", ["train_cls.py", *flags.split(), "--out_dir", str(folder)])
-    train_cls.main()
-    end, checkpoint = load_model(folder)
-    start = untrained(end, checkpoint)[0]
-    for a, b in zip(start.parameters(), end.parameters()):  # warm-up begins at 1e-6
-        assert_close(a.detach(), b.detach(), 0, 1e-4)
-    capsys.readouterr()
-    run(study, "--ckpt", folder, "--untrained", "--images", 4, "--out_dir", tmp_path)
-    out = capsys.readouterr().out
-    for name, experiment in EXPERIMENTS.items():
-        rows, shown = read(tmp_path / f"{name}.csv"), out.split(f"=== {name}: ")[1].split("===")[0]
-        assert {(r["run"], r["step"]) for r in rows} == {("run", "0"), ("run", "4")}
-        assert {r["layer"] for r in rows} == {"0", "1", "2", "3", "all"}
-        assert experiment.__doc__.splitlines()[0] in shown
-        assert all(math.isfinite(float(r["mean"])) for r in rows), name
-
-
-def test_unusable_checkpoints_are_named(tmp_path):
-    good = save_vit(tmp_path / "x.pt")
-    weights = load_model(good)[0].state_dict()
-    nan = save_vit(tmp_path / "nan.pt", model={k: t * math.nan for k, t in weights.items()})
-    for argv, message in (
-            (["--ckpt", nan], "not finite"),
-            (["--ckpt", good, "--exp", "magic"], "--exp magic: expected some of jproj")):
-        with pytest.raises(InputError, match=message):
-            run(study, *argv)

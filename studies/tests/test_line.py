@@ -1,13 +1,11 @@
 """Test studies/line.py: distances of networks from the line of robustness by clean loss."""
 
-import json
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from studies import arms, line, stats
-from robust import corruptions
+from studies import line, stats
 
 M = "pgd 2/255"
 
@@ -102,32 +100,11 @@ def test_adjusted_differences_equal_a_hand_computation(measure):
     assert (d.mean, d.error, d.df) == pytest.approx((worth, error, len(x) - 3))
 
 
-def test_networks_of_one_seed_count_as_one():
-    seeds = {seed: np.random.default_rng(seed).normal(0, 4) for seed in range(5)}
-    own = [network(arm, seed, 0.2, x)._replace(accuracy={M: 40 - 15 * np.log(0.2) + x})
-           for arm in "abcd" for seed, x in seeds.items()]
-    d, alone = (line.distance(of, trained(), M) for of in (own, own[:5]))
-    assert d.error > 0.9 * alone.error and d.df < 6
-    two = [network("x", seed, 0.2, x) for seed in (0, 1) for x in (-6, 6)]  # equal means per seed
-    assert line.distance(two, trained(), M).error > 3
-
-
-def test_lucky_agreement_does_not_narrow_the_interval():
-    def of(n):
-        same = [line.Network("slow", seed, 0.2, {M: 41 - 15 * np.log(0.2)}) for seed in range(n)]
-        return line.distance(same, trained(), M)
-    x, y = line.points(trained(), M)
-    spread = ((y - np.polyval(np.polyfit(x, y, 1), x)) ** 2).sum() / (len(x) - 2)
-    assert of(3).error ** 2 > spread / 3 and of(1).error ** 2 > spread
-    assert of(1).low < 1.2 < of(1).high and of(1).n == 1 and of(3).df == len(x) - 2
-
-
-@pytest.mark.parametrize("seeds", [(5, 6, 7), (5,)], ids=["three", "one"])
 @pytest.mark.parametrize("loss", [0.01, 2.0])
-def test_nothing_is_tested_beyond_the_line(loss, seeds):
-    far = line.distance([network("far", seed, loss, 30) for seed in seeds], trained(), M)
+def test_nothing_is_tested_beyond_the_line(loss):
+    far = line.distance([network("far", seed, loss, 30) for seed in (5, 6, 7)], trained(), M)
     assert far.mean == pytest.approx(30, abs=1.5) and np.isnan([far.low, far.high, far.p]).all()
-    assert line.distance([network("near", s, 0.2, 30) for s in seeds], trained(), M).p < 0.01
+    assert line.distance([network("near", s, 0.2, 30) for s in (5, 6, 7)], trained(), M).p < 0.01
 
 
 def test_arms_are_tested_after_their_group(monkeypatch):
@@ -142,44 +119,3 @@ def test_arms_are_tested_after_their_group(monkeypatch):
     assert set(p) == {("a", M), ("b", M)}
     assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
     assert "**off**" in line.line_tables("fresh", networks)
-
-
-def test_unpaired_arms_use_welch():
-    first, second = ([network(arm, s, 0.2, off) for s in seeds] for arm, off, seeds in (
-        ("a", 3, range(4)), ("b", 0, range(10, 17))))
-    d = line.apart(first, second, M)
-    peer = scipy.stats.ttest_ind(*([n.accuracy[M] for n in of] for of in (first, second)),
-                                 equal_var=False)
-    assert (d.p, d.df) == pytest.approx((peer.pvalue, peer.df))
-
-
-def rows(name, loss=None, init="default"):
-    about = dict(checkpoint=name, model_config=dict(embed_dim=64, init=init), images=9, seed=1,
-                 precision="float32")
-    yield about | dict(name="clean", settings={}, top1=90.0) | (dict(loss=loss) if loss else {})
-    yield about | dict(name="pgd", settings=dict(eps=2 / 255, steps=20), top1=60.0)
-    for kind in corruptions.NAMES:
-        yield about | dict(name="corruptions", settings=dict(type=kind), top1=[70.0, 80.0])
-
-
-def test_networks_need_a_clean_loss(tmp_path):
-    both = [*rows("mine_s3", 0.25), *rows("other"), *rows("unknown"), *rows("old_s1", 0.1, None)]
-    (tmp_path / "x.jsonl").write_text('{"run": "other", "loss": 0.5}\n'
-                                      '{"run": "mine_s3", "loss": 0.9}\n')
-    found = line.networks_of([stats.row_of(row) for row in both], [tmp_path / "x.jsonl"])
-    found = {n.arm: n for n in found}
-    assert set(found) == {"mine", "other", "old, DeiT's init"}
-    assert found["mine"][1:3] == (3, 0.25) and found["other"].loss == 0.5
-    assert found["mine"].accuracy.items() >= {"clean": 90, M: 60, "15 corruptions": 75}.items()
-
-
-def test_own_rows_join_the_line(tmp_path, monkeypatch, capsys):
-    own = [row | dict(data="shapes") for row in rows("elliptical_s3", 0.1)]
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    line.main(["--rows", str(tmp_path)])
-    shown = [text for text in capsys.readouterr().out.splitlines() if "your elliptical" in text]
-    assert len(shown) == 1 and "60.0" in shown[0]
-    (tmp_path / "results.jsonl").write_text("")
-    with pytest.raises(arms.InputError, match="no network has a clean loss"):
-        line.main(["--rows", str(tmp_path)])
-

@@ -16,7 +16,7 @@ def under(model, condition, images, hit, out=None):
         return model(images)
 
 
-@pytest.mark.parametrize("config", [RPC, dict(attn="symmetric"), dict(attn="rpc")])
+@pytest.mark.parametrize("config", [RPC, dict(attn="symmetric")])
 def test_patches_left_out_do_not_matter(config):
     model, images, _ = small(**config)
     x, hit = corrupt_patches(images, "noise", 2)
@@ -55,9 +55,6 @@ def test_control_leaves_out_as_many_intact_patches():
     x, hit = corrupt_patches(images, "noise", 2)
     control = perfect_s.left_out(model, "control: intact patches left out", x, hit)
     assert torch.equal(control.sum(1), hit.sum(1)) and not (control & hit).any()
-    farthest = perfect_s.left_out(model, "farthest patches left out", x, hit)
-    assert torch.equal(farthest.sum(1), hit.sum(1))
-    assert perfect_s.left_out(model, "as trained", x, hit) is None
 
 
 def test_half_of_the_training_images_are_corrupted():

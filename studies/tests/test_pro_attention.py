@@ -8,10 +8,8 @@ import torch
 
 import common
 import vit
-from attention import ATTENTIONS
-from common import InputError
 from studies import pro_attention as study
-from studies.robust_attentions import PENALTIES, pro_attention, register
+from studies.robust_attentions import PENALTIES, pro_attention
 
 CASES = {"l1": dict(penalty="l1"), "mcp": dict(penalty="mcp"), "huber": dict(delta=1.0),
          "huber4": {}, "mcp_L1_t05": dict(penalty="mcp", steps=1, step=0.5, gamma=2.0)}
@@ -19,29 +17,19 @@ CASES = {"l1": dict(penalty="l1"), "mcp": dict(penalty="mcp"), "huber": dict(del
 
 @pytest.mark.parametrize("group", "ab")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("hide_gradient", [False, True])
-def test_output_equals_the_released_function(golden, group, name, hide_gradient):
+def test_output_equals_the_released_function(golden, group, name):
     z = {key[3:]: x for key, x in golden("pro_attention").items() if key.startswith(group)}
-    found = pro_attention(z["q"], z["k"], z["v"], **CASES[name], hide_gradient=hide_gradient)
-    assert (found - z[name]).abs().max() < 1e-10
-
-
-def small_inputs():
-    random = torch.Generator().manual_seed(0)
-    return [torch.randn(1, 1, 5, 4, generator=random, dtype=torch.float64, requires_grad=True)
-            for _ in range(3)]
-
-
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_true_gradient_matches_finite_differences(penalty):
-    settings = dict(penalty=penalty, delta=1.0, gamma=2.0)
-    assert torch.autograd.gradcheck(lambda *qkv: pro_attention(*qkv, **settings), small_inputs())
+    for hide_gradient in (False, True):
+        found = pro_attention(z["q"], z["k"], z["v"], **CASES[name], hide_gradient=hide_gradient)
+        assert (found - z[name]).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
 def test_released_gradient_treats_weights_as_constants(penalty):
     """One step with fixed weights w is a weighted mean of the values, so its gradient is w."""
-    q, k, v = small_inputs()
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 5, 4, generator=random, dtype=torch.float64, requires_grad=True)
+               for _ in range(3))
     settings = dict(penalty=penalty, delta=1.0, gamma=2.0, steps=1, eps=0.01)
     A = (q @ k.mT / 2).softmax(-1).detach()
     d = torch.cdist(A @ v, v).detach() + 0.01
@@ -55,45 +43,12 @@ def test_released_gradient_treats_weights_as_constants(penalty):
     assert not torch.allclose(gradient(False), expected, atol=1e-3)
 
 
-def test_gradient_is_finite_at_equal_values():
-    q, k, v = (torch.zeros(1, 1, 3, 2, requires_grad=True) for _ in range(3))
-    for penalty in PENALTIES:
-        h = pro_attention(q, k, v, penalty=penalty)
-        assert all(g.isfinite().all() for g in torch.autograd.grad(h.sum(), (q, k, v)))
-
-
 def softmax_checkpoint():
     torch.manual_seed(0)
     config = dict(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=2, num_heads=2,
                   attn="softmax")
     model = vit.ViT(vit.ViTConfig(**config))
     return dict(task="classification", model=model.state_dict(), model_config=config)
-
-
-def test_variant_attends_in_all_layers():
-    checkpoint = softmax_checkpoint()
-    plain, pro = (study.with_pro_attention(checkpoint, name) for name in ("softmax", "mcp 4"))
-    assert all(block.attn.attn.startswith("pro penalty=mcp") for block in pro.blocks)
-    assert all(torch.equal(x, y) for x, y in zip(plain.parameters(), pro.parameters()))
-    layer = pro.blocks[1].attn
-    q, k, v = layer.project(torch.randn(2, 17, 16))
-    h = ATTENTIONS[layer.attn][1](q, k, v, layer)
-    assert torch.equal(h, pro_attention(q, k, v, penalty="mcp", gamma=4.0))
-
-
-def test_both_networks_differ_in_gradient_only():
-    true, released = (study.with_pro_attention(softmax_checkpoint(), "l1", hide)
-                      for hide in (False, True))
-    images = torch.rand(2, 3, 32, 32, requires_grad=True)
-    one, other = true(images), released(images)
-    assert torch.equal(one, other)
-    one, other = (torch.autograd.grad(y.square().sum(), images)[0] for y in (one, other))
-    assert not torch.allclose(one, other, rtol=1e-3)
-
-
-def test_unknown_penalty_raises_input_error():
-    with pytest.raises(InputError, match="penalty=l2: expected one of l1, mcp, huber"):
-        register("pro", "penalty=l2")
 
 
 def test_gap_is_mean_over_networks_and_images():

@@ -12,7 +12,6 @@ import train_cls
 import train_lm
 import train_seg
 from fixtures import ROOT
-from studies import cost
 from studies.reproduce import __main__ as reproduce
 
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
@@ -30,14 +29,8 @@ def test_paper_numbers_have_their_row_and_column():
     cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}
     assert len(cells) == len(printed())
     assert cells["1", "RPC 6iter/layer1", "mCE"] == "73.03"
-    assert cells["2", "RPC 2iter/all-layer", "SPSA top-5"] == "83.66"
-    assert cells["4", "SymViT", "Zoom blur CE"] == "86.82"
     assert cells["6", "RPC 6iter/layer1", "corrupted mean IoU"] == "11.60"
     assert cells["12", "RPC-AsymViT Sym/Asym", "IN-R"] == "32.79"
-    notes = {(r["table"], r["row"], r["column"]): r["note"] for r in printed()}
-    assert "58.31" in notes["4", "SymViT", "Contrast CE"]
-    assert "swapped" in notes["8", "SymViT-small", "PGD top-1"]
-    assert "swapped" in notes["3", "Symlm", "test"] and not notes["3", "Symlm", "attacked test"]
     for table in reproduce.PAPER_TABLES.keys() - {*reproduce.OWN_TABLES}:     # every row has an arm
         cells = reproduce.lines(table, {})
         assert cells and not any(cell["ours"] for cell in cells)
@@ -65,16 +58,13 @@ def test_differences_are_paired_by_seed():
     assert "65.00 ± 7.07" in text and "not run" in text
 
 
-def test_attacks_are_compared_at_the_largest_budget():
+def test_columns_find_their_budget_and_split():
     rows = [row("a", 0, f"pgd eps={e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
-    assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0
-
-
-def test_perplexity_has_its_split():
+    assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0           # the largest budget
     rows = [row("a", 0, f"perplexity split={split}", sliding=x, attacked=x + 9)
             for split, x in (("valid", 30.0), ("test", 40.0))]
-    assert [reproduce.ours(rows, "table3", column) for column in (
-        "valid", "test", "attacked valid", "attacked test")] == [30, 40, 39, 49]
+    assert [reproduce.ours(rows, "table3", column) for column in ("valid", "attacked test")] == [
+        30, 49]
 
 
 def test_mce_needs_imagenet_and_all_severities():
@@ -123,12 +113,9 @@ def parsed(words, monkeypatch):
     return args[0] if isinstance(args, tuple) else args
 
 
-@pytest.mark.parametrize("scale", reproduce.SCALES)
 @pytest.mark.parametrize("name", reproduce.PAPER_TABLES)
-def test_every_planned_command_parses(name, scale, plan, monkeypatch):
-    commands = plan(name, "--scale", scale)
-    assert commands
-    for words in commands:
+def test_every_planned_command_parses(name, plan, monkeypatch):
+    for words in plan(name) + plan(name, "--scale", "small"):
         paths = dict(zip(words, words[1:]))
         if any(word in PARSERS for word in words):
             parsed(words, monkeypatch)
@@ -151,14 +138,9 @@ def test_tables_have_the_flags_of_the_paper(plan, monkeypatch):
 
     args, = runs(plan("table2"), "eval_robust.py", monkeypatch)
     assert args.preset == "paper" and args.limit == 50_000
-    assert sorted(args.measures) == sorted("pgd fgsm spsa sld cw noise autoattack".split())
-
-    commands = plan("table3")
-    symmetric, rpc, *evaluated = runs(commands, "train_lm.py", monkeypatch)
-    assert (symmetric.data, symmetric.attn) == ("wikitext103", "symmetric")
-    assert (rpc.attn, rpc.n_iter, rpc.rpc_layers) == ("rpc", 4, "0-3")
-    assert [args.stride for args in evaluated] == [1, 1]
-
+    symmetric, rpc, *evaluated = runs(plan("table3"), "train_lm.py", monkeypatch)
+    assert (rpc.data, rpc.attn, rpc.n_iter, rpc.rpc_layers) == ("wikitext103", "rpc", 4, "0-3")
+    assert symmetric.attn == "symmetric" and [args.stride for args in evaluated] == [1, 1]
     for args in runs(plan("table6"), "train_seg.py", monkeypatch):
         if not args.eval_only:
             assert (args.data, args.backbone) == ("ade20k", args.out_dir.replace("seg_", ""))
@@ -174,17 +156,10 @@ def test_tables_have_the_flags_of_the_paper(plan, monkeypatch):
         ("rpc", 100), ("symmetric", 100)]
 
 
-def test_folders_seeds_and_gpus_reach_the_commands(plan, capsys):
-    def printed(*words):
-        reproduce.main([*words, "--dry"])
-        return capsys.readouterr().out
-
-    assert "--out_dir out/reproduce/small/symmetric_s0" in printed("table1")
-    own = printed("table1", "--data_dir", "data/cifar10", "--seeds", "0", "1")
+def test_seeds_and_gpus_reach_the_commands(plan, capsys):
+    reproduce.main(["table1", "--data_dir", "data/cifar10", "--seeds", "0", "1", "--dry"])
+    own = capsys.readouterr().out
     assert "--out_dir out/reproduce/small_cifar10/symmetric_s1" in own and "--data cifar10" in own
-    (_, study), = ((words[0], words) for words in plan("fig2", "--seeds", "0", "1")
-                   if "studies.kernel_pca" in words)
-    assert [word.rpartition("/")[2] for word in study[-2:]] == ["softmax_s0", "softmax_s1"]
     words = plan("table12", "--gpus", "8")[0]
     assert words[2:5] == ["--standalone", "--nproc_per_node=8", "train_cls.py"]
 
@@ -199,7 +174,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Run commands in this process, where PyTorch is loaded; Table 11 has one model."""
+    """Run commands in this process, where PyTorch is loaded."""
     def run(*words):
         words = [str(word) for word in words]
         monkeypatch.setattr(sys, "argv", words[words[0] == "-m":])
@@ -209,18 +184,12 @@ def here(monkeypatch):
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(reproduce, "call", run)
-    monkeypatch.setattr(cost, "MODELS", {"symmetric": cost.MODELS["symmetric"]})
 
 
-@pytest.mark.parametrize("name", ["table1", "table3", "table6", "table7", "table11", "fig1"])
+@pytest.mark.parametrize("name", ["table1", "table6", "fig1"])
 def test_every_kind_of_table_runs(name, shared, here, capsys):
-    def weights():
-        return {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}
-
-    before = weights()
+    before = {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}
     reproduce.main([name, "--scale", "tiny", "--out_dir", str(shared)])
-    shown, after = capsys.readouterr().out, weights()
-    assert "|---" in shown and before.items() <= after.items()      # tables share their networks
-    if name in ("table3", "table7"):                                # nothing is trained again
-        reproduce.main([name, "--scale", "tiny", "--out_dir", str(shared)])
-        assert weights() == after
+    after = {path: path.stat().st_mtime_ns for path in shared.rglob("last.pt")}
+    assert "|---" in capsys.readouterr().out
+    assert before.items() <= after.items()                          # tables share their networks

@@ -1,18 +1,15 @@
 """Test studies/robust_attentions.py: attentions equal their definition, alone and in networks."""
 
-import copy
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import common
-from common import InputError
 from attention import ATTENTIONS, LAYER_PATTERNS
 from lm import LM, LMConfig
 from studies import robust_attentions as study
-from studies.robust_attentions import ROBUST, register
+from studies.robust_attentions import ROBUST
 from vit import ViT, ViTConfig
 
 B, H, N, D = 2, 2, 7, 4
@@ -66,8 +63,7 @@ def psi_hampel(d, a):
     return d if d < a else a if d < 2 * a else max(3 * a - d, 0)
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("joint, released", [(False, True), (True, False)])
 @pytest.mark.parametrize("name, psi", [("huber", psi_huber), ("hampel", psi_hampel)])
 def test_kernel_density_weights_equal_loops(name, psi, released, joint):
     _, k, v = qkv()
@@ -148,17 +144,9 @@ def test_an_attention_equals_its_definition(found, slow, given):
 # --- gradients ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ROBUST)
-def test_gradients_equal_finite_differences_and_stay_finite(name):
+def test_gradients_stay_finite(name):
     function, settings = ROBUST[name]
     settings = settings | (dict(layer=torch.nn.Identity().eval()) if name == "mom" else {})
-    if name.startswith("rkde"):
-        # The corner a follows the median of d without a gradient: fix a for finite differences.
-        psi = getattr(study, name[5:])
-        gradient = lambda k, v: study.rkde(k, v, lambda d, a: psi(d, 0.3))
-    else:
-        gradient = lambda k, v: function(k, v, **settings)
-    k, v = (x[:1, :1].requires_grad_() for x in qkv()[1:])
-    assert torch.autograd.gradcheck(gradient, (k, v), eps=1e-6, atol=1e-6)
     for scale in (0.0, 300.0):
         _, k, v = (x.float().requires_grad_() for x in qkv(scale))
         h = function(k, v, **settings)
@@ -175,8 +163,8 @@ def nano(attn="symmetric", layers=(0,)):
                          rpc_layers=layers))
 
 
-@pytest.mark.parametrize("name, layers", [("elliptical", (0,)),
-                                          *((n, x) for n in ROBUST for x in ((0,), (0, 1, 2)))])
+@pytest.mark.parametrize("name, layers", [("elliptical", (0,)), ("keys", (0, 1, 2)),
+                                          *((name, (0,)) for name in ROBUST)])
 def test_chosen_layers_alone_attend_without_new_parameters(name, layers):
     base = nano("softmax" if name == "elliptical" else "symmetric").eval()
     model, images = nano(study.USUAL[name], layers).eval(), torch.rand(2, 3, 32, 32)
@@ -205,26 +193,6 @@ def test_elliptical_reads_values_of_the_previous_layer():
     assert torch.allclose(found, x, atol=1e-6)
 
 
-def test_checkpointed_elliptical_layers_have_the_same_gradients():
-    """Layers are recomputed in reverse order, when later layers have replaced the values."""
-    model, tokens = nano("elliptical"), torch.rand(2, N, 16)
-
-    def gradients(run):
-        x = tokens
-        for block in model.blocks:
-            x = run(block, x)
-        return torch.autograd.grad(x.square().sum(), list(model.blocks.parameters()))
-    again = gradients(lambda block, x: checkpoint(block, x, use_reentrant=False))
-    assert all(map(torch.equal, again, gradients(lambda block, x: block(x))))
-
-
-def test_copied_elliptical_network_reads_its_own_layers():
-    model = nano("elliptical")
-    copied = copy.deepcopy(model)
-    other = copied.blocks[1].attn.learned.before[0]
-    assert other is copied.blocks[0].attn.learned and other is not model.blocks[0].attn.learned
-
-
 def command(*words):
     study.main([str(word) for word in words])
 
@@ -232,20 +200,15 @@ def command(*words):
 FLAGS = "--num_images 64 --batch_size 16 --patch_size 8 --epochs 1 --device cpu".split()
 
 
-def test_scripts_train_resume_and_evaluate_robust_attention(tmp_path, capsys):
-    train = "train_cls.py", "--attn", "keys lambd=0.25"
-    for folder, steps in (("whole", 4), ("cut", 2)):
-        command(*train, *FLAGS, "--out_dir", tmp_path / folder, "--max_steps", steps)
-    command("train_cls.py", "--resume", tmp_path / "cut", "--max_steps", 4)
-    whole, cut = (common.load(tmp_path / folder) for folder in ("whole", "cut"))
-    assert all(torch.equal(whole["model"][k], cut["model"][k]) for k in whole["model"])
-    kind = "keys lambd=0.25 n_iter=4"
-    assert whole["model_config"]["attn"] == whole["args"]["attn"] == kind
-    assert whole["model_config"]["init"] == "default"
+def test_scripts_train_and_evaluate_a_robust_attention(tmp_path, capsys):
+    command("train_cls.py", "--attn", "keys lambd=0.25", *FLAGS, "--max_steps", 2, "--out_dir",
+            tmp_path)
+    checkpoint, kind = common.load(tmp_path), "keys lambd=0.25 n_iter=4"
+    assert checkpoint["model_config"]["attn"] == checkpoint["args"]["attn"] == kind
 
     # Without the setting, the script ends with an error that names it. With the setting, it runs.
     del ATTENTIONS[kind], LAYER_PATTERNS[kind]
-    evaluate = ["eval_robust.py", "--ckpt", tmp_path / "cut", "--measures", "clean", "--limit", 8,
+    evaluate = ["eval_robust.py", "--ckpt", tmp_path, "--measures", "clean", "--limit", 8,
                 "--device", "cpu"]
     with pytest.raises((SystemExit, ValueError), match=kind):
         command(*evaluate, "--out_dir", tmp_path / "lost")
@@ -254,17 +217,7 @@ def test_scripts_train_resume_and_evaluate_robust_attention(tmp_path, capsys):
     assert kind in capsys.readouterr().out
 
 
-def test_settings_reach_the_attention():
-    layer = nano(register("keys", "lambd=0.25")).blocks[0].attn
-    q, k, v = layer.project(torch.randn(2, N, 16))
-    h = ATTENTIONS[layer.attn][1](q, k, v, layer)
-    assert torch.equal(h, study.keys(k, v, lambd=0.25))
-    assert not torch.allclose(h, study.keys(k, v, lambd=0.5))
-
-
-def test_unknown_settings_and_causal_networks_are_errors():
-    with pytest.raises(InputError, match="weights lambd: expected a setting of rounds"):
-        register("weights", "lambd=1")
+def test_causal_networks_are_errors():
     model = LM(LMConfig(5, context=4, embed_dim=8, depth=1, num_heads=2, mlp_dim=8,
                         attn=study.USUAL["keys"], rpc_layers=(0,)))
     with pytest.raises(ValueError, match="keys lambd=0.5.*causal"):

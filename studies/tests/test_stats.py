@@ -1,7 +1,6 @@
 """Test studies/stats.py: intervals have their stated coverage; rows become differences."""
 
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ def rows(*lines):
 
 # --- intervals ------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("spreads", [(2, 0, 3), (2, 13, 19), (1, 14, 19), (0.25, 19, 19)])
+@pytest.mark.parametrize("spreads", [(2, 0, 3), (1, 14, 19)])
 def test_crossed_interval_covers_the_truth(spreads):
     rng, held = np.random.default_rng(0), 0
     for _ in range(1500):
@@ -36,21 +35,6 @@ def test_crossed_interval_covers_the_truth(spreads):
         d = stats.crossed(spreads[0] * seed + spreads[1] * image + spreads[2] * rest)
         held += d.low <= 0 <= d.high
     assert 0.93 <= held / 1500 <= 0.97
-
-
-def test_few_seeds_keep_few_degrees_of_freedom():
-    rng = np.random.default_rng(0)
-    sure = sum(stats.crossed(2 * rng.standard_normal((3, 1)) + 20 * rng.standard_normal(500)
-                             + 30 * rng.standard_normal((3, 500))).df > 20 for _ in range(600))
-    assert sure < 12
-    two = stats.crossed(np.random.default_rng(0).standard_normal((2, 50)))
-    assert np.isnan(two.p) and two.low < two.mean < two.high
-
-
-def test_equal_images_give_the_paired_t_interval():
-    seeds = np.array([1.0, 2.0, 4.0])
-    d = stats.crossed(np.repeat(seeds[:, None], 50, 1))
-    assert d[:7] == pytest.approx(stats.paired_t(seeds)[:7])
 
 
 def test_paired_t_equals_printed_tables():
@@ -68,12 +52,6 @@ def test_paired_t_equals_printed_tables():
 def test_holm_correction_equals_a_worked_example():
     found = stats.holm(dict(a=0.01, b=0.04, c=0.03, d=0.5, none=np.nan))
     assert found == pytest.approx(dict(a=0.04, c=0.09, b=0.09, d=0.5, none=np.nan), nan_ok=True)
-
-
-@pytest.mark.parametrize("n, sds", [(5, 1.68), (3, 3.26)])
-def test_detectable_difference_has_known_size(n, sds):
-    assert stats.detectable(1 / np.sqrt(n), n - 1) == pytest.approx(sds, abs=0.01)
-    assert stats.detectable(1, n - 1, tests=4) > stats.detectable(1, n - 1)
 
 
 @pytest.mark.parametrize("a, b, p, said", [
@@ -109,18 +87,6 @@ def test_conflicting_rows_are_an_error():
             stats.outcomes(rows(*lines, other), 2)
 
 
-def test_rows_are_read_from_files_and_folders(tmp_path):
-    text = "".join(json.dumps(line) + "\n" for line in (
-        row("a_s3", [True, False]), dict(run="a_s3", loss=0.5), row("elsewhere", [True, True])))
-    (tmp_path / "results.jsonl").write_text(text)
-    for path in (tmp_path, tmp_path / "results.jsonl"):
-        found = stats.read([path])
-        assert [(r.arm, r.seed, r.top1) for r in found] == [("a", 3, 50), (None, None, 100)]
-    assert list(stats.outcomes(found, 2)["clean"]) == [("a", 3)]
-    with pytest.raises(InputError, match="nowhere.jsonl: no such file"):
-        stats.read(["nowhere.jsonl"])
-
-
 # --- the median budget ----------------------------------------------------------------------------
 
 def curve(accuracies, n=1000, rng=None):
@@ -148,20 +114,6 @@ def test_median_budget_scatter_equals_the_bootstrap():
     draws = rng.integers(0, 1000, (2000, 1000))
     again = [stats.median_budget({eps: x[draw] for eps, x in of.items()}).mean() for draw in draws]
     assert value.std(ddof=1) / np.sqrt(1000) == pytest.approx(np.std(again), rel=0.08)
-
-
-def test_median_budget_needs_three_budgets():
-    lines = []
-    for seed in (0, 1):
-        for eps, x in curve({0: 1, 1: 0.8, 2: 0.4, 3: 0.1}, 50).items():
-            lines.append(row(f"a_s{seed}", x > 0, "pgd", eps=eps / 255) if eps else
-                         row(f"a_s{seed}", x > 0))
-    found = stats.outcomes(rows(*lines), 50)
-    assert found["median budget"]["a", 1].mean() == pytest.approx(1.75)
-    few = stats.outcomes(rows(*lines[:3], *lines[4:7]), 50)
-    assert "median budget" not in few
-    lacking = stats.outcomes(rows(*lines[:7]), 50)
-    assert list(lacking["median budget"]) == [("a", 0)]
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -193,14 +145,6 @@ def test_only_corrected_primary_differences_are_bold():
     assert ("a", "sure", "base") in apart.gaps
 
 
-def test_missing_pairs_count_in_holm():
-    found = made_up(dict(unsure=(2, 11, 9, 14, 5)))
-    alone = stats.compare(found, [("unsure", "base")], ("a",))
-    six = stats.compare(found, [("unsure", "base"), ("x", "base"), ("y", "base")], ("a", "b"))
-    key = "a", "unsure", "base"
-    assert six.p[key] == pytest.approx(min(1, 6 * alone.p[key])) and six.tests == 6
-
-
 def test_only_shared_seeds_are_paired():
     found = {"a": {("base", 0): np.zeros(4), ("base", 1): np.ones(4), ("arm", 1): np.ones(4),
                    ("arm", 2): np.ones(4)}}
@@ -211,10 +155,3 @@ def test_only_shared_seeds_are_paired():
     found["a"]["base", 2] = np.ones(3)
     with pytest.raises(InputError, match="measured on 3 and 4 images"):
         stats.compare(found, [("arm", "base")], ("a",))
-
-
-def test_differences_are_formatted():
-    assert stats.show(stats.paired_t([1.0, 2.0, 3.0]), bold=True) == "**+2.0 (-0.5 to +4.5)**"
-    assert stats.show(stats.paired_t([0.0123]), 3) == "+0.012"
-    assert [stats.show_p(p) for p in (0.0004, 0.0312, np.nan, 1)] == ["< .001", ".031", "", "1.000"]
-    assert stats.spread([1, 2, 3]) == "2.0 ± 1.0" and stats.spread([]) == ""

@@ -1,7 +1,6 @@
 """Test robust/patches.py (corrupted patches) and studies/where_is_s.py (location of S)."""
 
 import json
-import math
 from dataclasses import asdict
 
 import pytest
@@ -27,7 +26,7 @@ def small(seed=0, **config):
 
 # --- corrupted patches ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kind", ["noise", "black", "white", "gaussian"])
+@pytest.mark.parametrize("kind", ["noise", "white"])
 def test_only_six_patches_change(kind):
     images = 0.2 + 0.6 * torch.rand(30, 3, 32, 32)
     x, hit = corrupt_patches(images, kind, 4)
@@ -37,24 +36,6 @@ def test_only_six_patches_change(kind):
     assert torch.equal(hit, corrupt_patches(images[:, :, ::2, ::2], "white", 2)[1])
     assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
     assert 0 <= x.min() and x.max() <= 1
-
-
-def test_patches_have_the_values_of_their_kind():
-    images = torch.full((60, 3, 32, 32), 0.5)
-    made = {kind: corrupt_patches(images, kind, 4)
-            for kind in ("noise", "black", "white", "gaussian")}
-    hit = made["noise"][1]
-    inside = {kind: F.unfold(x, 4, stride=4).mT[hit] for kind, (x, _) in made.items()}  # (360, 48)
-    assert (inside["black"] == 0).all() and (inside["white"] == 1).all()
-    assert inside["noise"].mean() == pytest.approx(0.5, abs=0.01)   # standard error 0.002
-    assert inside["noise"].std() == pytest.approx(12 ** -0.5, abs=0.005)
-    clamped = (inside["gaussian"] % 1 == 0).float().mean()  # noise beyond 0.5 / 0.3 sigma
-    assert clamped == pytest.approx(math.erfc(0.5 / 0.3 / 2 ** 0.5), abs=0.01)
-    # no random pixel has the value 2
-    x, hit = corrupt_patches(torch.full((50, 3, 32, 32), 2.0), "pixels", 4)
-    changed = (x != 2).all(1)
-    assert torch.equal((x != 2).any(1), changed) and (changed.sum((1, 2)) == 12).all()
-    assert torch.equal(F.max_pool2d(changed[:, None].float(), 4).flatten(1) > 0, hit)
 
 
 def test_adversarial_block_raises_the_loss():
@@ -96,16 +77,6 @@ def test_traced_steps_equal_the_layer(attn):
     assert len(ours) == 2 and ours[1]["S"].any() and torch.equal(ours[1]["S"], theirs[1]["S"])
 
 
-def test_residual_vanishes_if_K_is_their_sum():
-    k = torch.rand(3, 2, 5, 4)
-    L = torch.rand(3, 2, 5, 4)
-    found = where_is_s.residuals(k, [dict(S=k - L, L=L), dict(S=0 * k, L=0 * k)])
-    assert found["clean: residual, step 1"].max() < 1e-6
-    assert found["clean: residual, step 2"].tolist() == pytest.approx([1] * 3)
-    size = ((k - L) ** 2).sum((1, 2, 3)).sqrt() / (k ** 2).sum((1, 2, 3)).sqrt()
-    assert torch.allclose(found["clean: |S| / |K|, step 1"], size)
-
-
 def test_measures_equal_a_hand_computation():
     model, images, labels = small(**RPC)
     found = where_is_s.examine(model.requires_grad_(False), images, labels, ["white", "noise"])
@@ -145,5 +116,3 @@ def test_command_prints_means_over_seeds(tmp_path, capsys):
     ends = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9]
     mean, std = sum(ends) / 2, abs(ends[0] - ends[1]) / 2 ** 0.5
     assert f"{mean:.3f} ± {std:.3f} (2)" in shown
-    where_is_s.main(["--rows", str(out)])
-    assert capsys.readouterr().out == shown
