@@ -38,6 +38,7 @@ import runpy
 import sys
 import time
 import zlib
+from collections import Counter
 from datetime import date
 from fractions import Fraction
 from functools import partial
@@ -247,12 +248,15 @@ def load_data(args, models, device):
             pixels = min(torch.cuda.mem_get_info(device)[0] // 4096, 512 * 224 ** 2)
         args.batch_size = max(1, pixels // first.size ** 2)
 
-    counts, grey = [], torch.full((2, 3, first.size, first.size), 0.5, device=device)
+    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=device)
     for m in models:
         with torch.no_grad():
-            logits = robust.forward(m.net, grey)
+            logits = robust.forward(m.net, ramp.view(2, 3, first.size, first.size)).float().cpu()
         check_logits(logits)                              # not finite, or probabilities
         counts.append(logits.shape[1])
+        if "build" in m.about["model_config"]:            # other code or settings: another model
+            answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
+            m.about["model_config"]["answer"] = f"{answer.item():.4g}"
 
     # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
     # if only ImageNet-A and -R are measured.
@@ -569,15 +573,19 @@ def rows_table(rows):
     header = [f"{row['model']}, {row['checkpoint']}" if names.count(row["model"]) > 1
               else row["model"] for row in columns.values()]
     several = len({(row["data"], row["seed"]) for row in rows}) > 1     # then a line names them
-    lines = {}                                            # {(measure, images): {model: cell}}
+    lines = {}                              # {(measure, images, fingerprint): {model: cell}}
     for row in rows:
         shown = ("top1", "top5", "aupr", "mce") if row["data"] == "imagenet" else ("top1",)
         for number in (name for name in shown if name in row):
             text = measure_text(row["name"], row["settings"])
             text = f"{row['data']}, seed {row['seed']}: {text}" if several else text
-            line = lines.setdefault((f"{text}, {number}", row["images"]), {})
+            key = f"{text}, {number}", row["images"], row.get("fingerprint")
+            line = lines.setdefault(key, {})
             line[row_key(row, MODEL)] = f"{np.mean(row[number]):.2f}"
-    body = [[*line, *(cells.get(model, "") for model in columns)] for line, cells in lines.items()]
+    alike = Counter(key[:2] for key in lines)             # with other images: name their data
+    body = [[f"{text}, data {data}" if alike[text, images] > 1 else text, images,
+             *(cells.get(model, "") for model in columns)]
+            for (text, images, data), cells in lines.items()]
     return common.table(body, ["measure, in per cent", "images", *header])
 
 
@@ -628,7 +636,8 @@ def plan(args, data, size):
             yield name, {}, open_folder(getattr(args, name), data.classes, size), folder_accuracy
         elif name == "imagenet_o":
             tree = open_folder(args.imagenet_o, data.classes, size)
-            yield name, dict(val=fingerprint(data)), tree, partial(outliers, val=data)
+            settings = dict(val=fingerprint(data), limit=args.limit or "none")
+            yield name, settings, tree, partial(outliers, val=data)
         else:
             raise InputError(f"--measures {name}: expected clean, corruptions, "
                              f"{', '.join([*CORRUPTIONS, *ATTACKS, *FOLDERS])}")

@@ -180,6 +180,32 @@ def test_other_test_images_are_another_row(tmp_path):
     assert first["weights"] == second["weights"]
 
 
+def test_rows_without_a_sparse_part_are_reused(tmp_path):
+    """lambda = inf is no number in JSON, but its row is found again."""
+    make_checkpoint(tmp_path / "m.pt", attn="rpc", flags=dict(num_images=400))
+    checkpoint = common.load(tmp_path / "m.pt")
+    checkpoint["model_config"]["pap"]["lambd"] = float("inf")
+    common.save(tmp_path / "m.pt", checkpoint)
+    for _ in range(2):
+        run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 5, "--out_dir",
+            tmp_path / "r")
+    row, = read(tmp_path / "r")
+    assert row["model_config"]["lambd"] == "inf"
+
+
+def test_a_model_with_an_edited_import_is_another_row(few_scenes, tmp_path):
+    (tmp_path / "m.py").write_text(
+        "import runpy\nfrom pathlib import Path\ndef build():\n    return "
+        "runpy.run_path(Path(__file__).with_name('net.py'))['net']\n")
+    for last in ("ELU", "Tanh"):                          # neither has weights
+        (tmp_path / "net.py").write_text(
+            "import torch\ntorch.manual_seed(0)\nnet = torch.nn.Sequential(torch.nn.Flatten(), "
+            f"torch.nn.Linear(3072, 10), torch.nn.{last}())\n")
+        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--measures", "clean",
+            "--limit", 5, "--out_dir", tmp_path / "r")
+    assert len(read(tmp_path / "r")) == 2
+
+
 def test_other_size_or_frost_is_another_row(few_scenes, tmp_path):
     (tmp_path / "m.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), "
@@ -245,6 +271,11 @@ def test_imagenet_folders_use_their_classes(tmp_path):
         "--out_dir", tmp_path / "r")
     clean, a, o = read(tmp_path / "r")
     assert (clean["images"], a["images"], a["classes"], o["inside"]) == (12, 8, 2, 8)
+    (tmp_path / "o" / names[1] / "0.png").unlink()
+    for limit in (7, 8):                                  # both use 7 outliers; val/ has 8 images
+        run("--ckpt", tmp_path / "net.pt", "--data_dir", tmp_path, "--imagenet_o", tmp_path / "o",
+            "--measures", "imagenet_o", "--limit", limit, "--out_dir", tmp_path / "limits")
+    assert [row["inside"] for row in read(tmp_path / "limits")] == [7, 8]
     tree = eval_robust.open_folder(tmp_path / "a", eval_robust.IMAGENET, 32)
     logits = net(torch.stack([tree[i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
     right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
@@ -285,6 +316,7 @@ def test_worst_case_is_taken_image_by_image():
     assert not list(eval_robust.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
     other = rows[0] | dict(data="cifar10", top1=10.0)               # two data sets: two lines
     assert rows_table([rows[0], other]).count("pgd eps=2/255") == 2
+    assert rows_table([rows[0], rows[0] | dict(fingerprint="g")]).count("pgd eps=2/255") == 2
 
 
 def test_mean_of_corruptions_needs_all_types():
