@@ -180,11 +180,11 @@ def choose_part(found, part, name):
 def fingerprint(dataset):
     """Hash a data set: 16 hex digits that depend on its pixels or files, labels and class names.
 
-    dataset: a tuple of tensors, lists and texts, or an object whose method `content` returns one,
-    such as a Split. Files that are not in memory count by name and size, and some by their bytes.
+    Its method `content` returns a tuple of tensors and lists. Files that are not in memory count by
+    name and size, and some by their bytes.
     """
     digest = hashlib.sha256()
-    for part in dataset.content() if hasattr(dataset, "content") else dataset:
+    for part in dataset.content():
         digest.update(part.cpu().numpy().tobytes() if isinstance(part, torch.Tensor)
                       else json.dumps(part).encode())
     return digest.hexdigest()[:16]

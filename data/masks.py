@@ -187,7 +187,7 @@ def own_folder(root, parts, classes=None, seen=()):
     folders = part_folders(os.path.join(root, "images"))
     found = {part: {"": pairs(root, os.path.basename(path) if part else "")}
              for part, path in folders.items()}
-    values, palettes = set(), {}
+    values, palettes, seen = set(), {}, {*seen}
     for _, path in bar(sum((group[""] for group in found.values()), []), "reading annotations",
                        leave=False):
         stored, palette = read_annotation(path)
@@ -210,7 +210,7 @@ def own_folder(root, parts, classes=None, seen=()):
     for part in parts:
         files = choose_part(found, part, lambda pair: Path(pair[0]).stem)
         marked = {pair: marks(pair[0], read_image(pair[0])) for pair in files}
-        files = [pair for pair in files if marked[pair].isdisjoint(seen)]
+        files = [pair for pair in files if not marked[pair] & seen]
         if not files:
             raise InputError(f"--data_dir {root}: the network was trained on all images")
         hashes = [name for pair in files for name in marked[pair]]

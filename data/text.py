@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import InputError, bar, print0, replacing
+from common import InputError, bar, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -90,14 +90,7 @@ def load_corpus(folder):
     texts = [read_lines(token_file(folder, split)) for split in SPLITS]
     counts = Counter(word for line in texts[0] for word in line.split())
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
-    words = [EOS, *sorted(counts, key=counts.get, reverse=True)]
-    if UNK not in counts:
-        new = {word for text in texts[1:] for line in text for word in line.split()} - {*words}
-        if new:
-            print0(f"{folder}: {len(new)} words of the valid and test texts become {UNK}, which "
-                   f"the training text does not contain, so they make the perplexity high")
-            words.append(UNK)
-    vocab = Vocabulary(words)
+    vocab = Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
     return Corpus(*map(vocab.encode_lines, texts), vocab)
 
 
@@ -157,21 +150,16 @@ def split_text(path):
     return dict(train=lines[:a], valid=lines[a:b], test=lines[b:])
 
 
-def line_hash(line):
-    """Hash a paragraph of your own text."""
-    return zlib.crc32(line.encode())
-
-
 def seen_lines(data_dir):
-    """Return the hashes of the paragraphs of a text file that a training on this file uses."""
+    """Return hashes of the paragraphs of a text file that a training on this file uses."""
     if not data_dir or Path(data_dir).is_dir():
         return []
     parts = split_text(data_dir)
-    return [line_hash(line) for line in parts["train"] + parts["valid"]]
+    return [zlib.crc32(line.encode()) for line in parts["train"] + parts["valid"]]
 
 
 def lines_to_score(data, data_dir, seen):
-    """Return the lines of the texts to evaluate a language model on: {split: lines of tokens}.
+    """Return the texts to evaluate a language model on: {split: lines of tokens}.
 
     The splits are valid and test for folders of token files and for "pydoc". A text file is one
     split, "unseen": all paragraphs but those of the training, whose hashes `seen` contains. Its
@@ -182,7 +170,7 @@ def lines_to_score(data, data_dir, seen):
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
     seen = {*seen}
     unseen = [line for lines in split_text(data_dir).values() for line in lines
-              if line_hash(line) not in seen]
+              if zlib.crc32(line.encode()) not in seen]
     if not unseen:
         raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
     return {"unseen": unseen}
@@ -233,8 +221,8 @@ def pydoc_folder(parent):
 def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     """Draw windows of context + 1 tokens anywhere in the text; the last token is only a target.
 
-    tokens: (n,) uint32, n > context. Returns (b, context + 1) int64: the slice `part` of this
-    step's batch_size windows. A window depends on (seed, step, its place in the batch) alone.
+    tokens: (n,) uint32. Returns (b, context + 1) int64: the slice `part` of this step's batch_size
+    windows. A window depends on (seed, step, its place in the batch) alone.
     """
     places = torch.arange(batch_size)[part]
     u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits

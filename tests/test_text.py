@@ -68,11 +68,10 @@ def test_wikitext_103_has_its_tokens_and_swapped_words():
     assert abs(sum(marks) - 3_148) <= 0.03 * 3_148
 
 
-def test_new_words_become_unk_if_training_has_none(folder):
+def test_a_vocabulary_without_unk_rejects_new_words(folder):
     write(folder, TRAIN.replace("<unk>", ""))
-    corpus = load_corpus(folder)
-    assert corpus.vocab.words[-1] == "<unk>" and (corpus.train != corpus.vocab["<unk>"]).all()
-    assert [corpus.vocab.words[i] for i in corpus.valid][:4] == ["the", "cat", ",", "<unk>"]
+    with pytest.raises(InputError, match="'unseen'"):
+        load_corpus(folder)
 
 
 # --- pydoc ----------------------------------------------------------------------------------------
