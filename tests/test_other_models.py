@@ -1,19 +1,19 @@
 """The snippets of docs/other_models.md run as printed, each with its library."""
 
 import re
-import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import eval_robust
 from attention import rpc_attention, softmax_attention
+from data.shapes import load_shapes
 from fixtures import ROOT
-from processes import run_command
 from robust.adaptive import pap_steps
+from runs import call
 
 PAGE = (ROOT / "docs/other_models.md").read_text()
 EXAMPLES = ROOT / "docs/examples"
@@ -65,18 +65,10 @@ def reads_the_future(model, tokens):
 
 # --- attention.py itself --------------------------------------------------------------------------
 
-def test_attention_alone_works_in_an_empty_folder(tmp_path):
-    shutil.copy(ROOT / "attention.py", tmp_path)
-    code = ("import sys, torch, attention\n"
-            "k, v = torch.randn(2, 1, 2, 5, 4)\n"
-            "print(attention.rpc_attention(k, v).shape)\n"
-            "print(attention.SelfAttention(8, 2, 'rpc')(torch.randn(1, 5, 8)).shape)\n"
-            "print(sorted(m for m in ('numpy.testing', 'torchvision', 'common')\n"
-            "             if m in sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True,
-                          capture_output=True, env={"PATH": "", "OMP_NUM_THREADS": "1"})
-    lines = ["torch.Size([1, 2, 5, 4])", "torch.Size([1, 5, 8])", "[]"]
-    assert done.stdout.splitlines() == lines, done.stderr
+def test_attention_py_imports_pytorch_alone():
+    text = (ROOT / "attention.py").read_text()
+    imported = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
+    assert set(imported) == {"math", "contextlib", "torch"}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -197,8 +189,7 @@ def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
     assert train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss) == []
 
 
-@pytest.mark.parametrize("name", ["Bert", "DeiT", "Dinov2", "GPT2", "Llama", "OPT", "Qwen2",
-                                  "Roberta", "ViT"])
+@pytest.mark.parametrize("name", ["Bert", "Dinov2", "GPT2", "Llama", "OPT", "ViT"])
 def test_transformers_families_call_it_with_their_own_mask(transformers, name, monkeypatch):
     """With softmax attention in place of PAP, each family equals sdpa, also with padding."""
     sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -255,16 +246,6 @@ def test_transformers_rejects_changed_scores_and_cross_attention(transformers):
         run(tokens, encoder_hidden_states=torch.randn(2, 12, 32))
 
 
-def test_transformers_exports_and_checks_masks_at_run_time(transformers):
-    _, model = language_model(transformers, "GPT2")
-    tokens, mask = torch.randint(50, (2, 12)), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
-    how = dict(input_ids=tokens, attention_mask=mask, use_cache=False)
-    program = torch.export.export(model, (), how, strict=False).module()
-    torch.testing.assert_close(program(**how).logits, model(**how).logits)
-    with pytest.raises(RuntimeError, match="prefixes and other masks"):
-        program(**how | dict(attention_mask=mask.mT))
-
-
 def test_transformers_rejects_settings_without_rpc_support(transformers):
     tokens = torch.randint(50, (2, 12))
     run, gpt = language_model(transformers, "GPT2")
@@ -277,12 +258,6 @@ def test_transformers_rejects_settings_without_rpc_support(transformers):
                             intermediate_size=64)
     with pytest.raises(ValueError, match="windows"):
         run(tokens)
-    bart = transformers.BartModel._from_config(transformers.BartConfig(
-        vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=1),
-        attn_implementation="rpc")
-    with pytest.raises(ValueError, match="cross-attention"):
-        bart(tokens, decoder_input_ids=tokens, use_cache=False)
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
@@ -338,35 +313,18 @@ def test_encoder_layers_reject_other_masks_and_settings(encoder):
             type(attention)(32, 4, batch_first=True, **how)(x, x, x)
 
 
-def test_multihead_attention_takes_keywords_and_both_kinds_of_masks(encoder):
-    x, attention = torch.randn(2, 10, 32), encoder.layers[0].self_attn
-    later = torch.ones(10, 10, dtype=torch.bool).triu(1)
-    pad = torch.zeros(2, 10, dtype=torch.bool)
-    pad[1, 6:] = True
-    a, b = (attention(query=x, key=x, value=x, attn_mask=one, key_padding_mask=two)[0] for one, two
-            in ((later, pad), (torch.zeros(10, 10).masked_fill(later, -torch.inf),
-                               torch.zeros(2, 10).masked_fill(pad, -torch.inf))))
-    assert torch.equal(a, b) and not torch.allclose(a, attention(x, x, x)[0])
-
-
 # --- evaluation -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("library", ["timm", "transformers"])
-def test_the_evaluator_attacks_an_example_of_the_page(library, programs, tmp_path):
+def test_evaluator_attacks_the_examples(library, tmp_path, monkeypatch):
     pytest.importorskip(library)
     source = (EXAMPLES / f"{library}_rpc.py").read_text()
     snippet = re.search(r"^(?:class|def) .*?(?=\n\n)", section(library)[0], re.M | re.S)[0]
     assert snippet in source
-    code, _, err = run_command(programs, [
-        "eval_robust.py", "--model", f"docs/examples/{library}_rpc.py:build", "--data", "shapes",
-        "--limit", "2", "--measures", "clean", "pgd", "--eps", "2/255", "--steps", "1", "--device",
-        "cpu", "--out_dir", str(tmp_path)])
-    assert code == 0, err
+    monkeypatch.setattr(eval_robust, "load_test",
+                        lambda args, size, **_: load_shapes("test", 9, size))
+    call(eval_robust.main, "--data shapes --limit 2 --measures clean adaptive_pgd --eps 2/255 "
+         "--steps 1 --device cpu --model", [EXAMPLES / f"{library}_rpc.py:build"], out_dir=tmp_path)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
-
-
-@pytest.mark.parametrize("library", ["timm", "transformers"])
-def test_adaptive_attacks_change_the_pap_of_an_example(library):
-    pytest.importorskip(library)
-    model = executed((EXAMPLES / f"{library}_rpc.py").read_text())["build"]().eval()
-    assert pap_steps(model, torch.rand(1, 3, 32, 32)) == 4
+    model = executed(source)["build"]().eval()
+    assert pap_steps(model, torch.rand(1, 3, 32, 32)) == 4     # adaptive attacks change this PAP
