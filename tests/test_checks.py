@@ -37,7 +37,7 @@ class Rounded(torch.nn.Module):
 @pytest.fixture(scope="module")
 def linear():
     model = Linear().eval()
-    images = 0.3 + 0.4 * torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    images = 0.3 + 0.4 * torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     return model, images, model(images).argmax(1)
 
 
