@@ -16,6 +16,7 @@ KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
 PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, purpose of a random number
 
 
+@torch.no_grad()
 def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     """Corrupt patches of images (B, 3, S, S), float in [0, 1].
 
@@ -29,7 +30,13 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
         hit = random_block(index, side)
-        return adversarial_patches(model, images, labels, patches_to_pixels(hit, side, patch)), hit
+        where = patches_to_pixels(hit, side, patch)
+        x = images.masked_fill(where, 0.5)                              # start grey
+        for step in range(20):
+            _, _, grad = input_gradient(cross_entropy, model, x, labels)
+            moved = x + 0.2 * (1 - step / 20) * grad.sign()
+            x = torch.where(where, moved.clamp(0, 1), x)
+        return x, hit
 
     values = uniform(index, images[0].numel(), *VALUES).view_as(images)
     if kind == "pixels":
@@ -60,14 +67,3 @@ def patches_to_pixels(hit, side, patch):
     """Expand patches (B, P) to pixels (B, 1, S, S)."""
     grid = hit.view(-1, 1, side, side)
     return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
-
-
-@torch.no_grad()
-def adversarial_patches(model, images, labels, where):
-    """Raise the model's loss: pixels `where`, (B, 1, S, S) bool, start grey, then rise along it."""
-    x = torch.where(where, torch.full_like(images, 0.5), images)
-    for step in range(20):
-        _, _, grad = input_gradient(cross_entropy, model, x, labels)
-        moved = x + 0.2 * (1 - step / 20) * grad.sign()
-        x = torch.where(where, moved.clamp(0, 1), x)
-    return x
