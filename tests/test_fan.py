@@ -115,7 +115,8 @@ def test_parameters_and_multiplications_are_the_published_ones():
 @pytest.mark.parametrize("patch_size,widths,tokens",
                          [(16, [24, 48, 96, 192], 4), (4, [96, 192], 64)])
 def test_small_stem_has_the_last_convolutions(patch_size, widths, tokens):
-    m = FAN(FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
+    with torch.device("meta"):
+        m = FAN(FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=patch_size))
     assert [c.out_channels for c in m.patch_embed.modules()
             if isinstance(c, torch.nn.Conv2d)] == widths
     assert m.config.num_tokens == tokens
@@ -169,8 +170,8 @@ def test_sync_batch_norm_replaces_every_norm():
 # --- the scripts ---------------------------------------------------------------------------------
 
 TINY = dict(embed_dim=32, depth=2, num_heads=4)
-SIZE = "--num_images 64 --image_size 16 --patch_size 4 --batch_size 8 --device cpu"
-RUN = f"--model fan_tiny {SIZE}"
+RUN = ("--model fan_tiny --num_images 32 --image_size 16 --patch_size 4 --batch_size 8 "
+       "--device cpu")
 
 
 @pytest.fixture
@@ -183,13 +184,12 @@ def tiny(alone, monkeypatch):
 def test_resumed_fan_run_is_bit_identical(tiny):
     flags = f"{RUN} --epochs 2 --drop_path 0.2"
     call(train_cls.main, flags, "--out_dir whole")
-    call(train_cls.main, flags, "--out_dir parts --max_steps 5")
-    call(train_cls.main, "--resume parts --max_steps 11")
+    call(train_cls.main, flags, "--out_dir parts --max_steps 3")
     call(train_cls.main, "--resume parts")
     whole, parts = common.load("whole"), common.load("parts")
     assert all(torch.equal(v, parts["model"][k]) for k, v in whole["model"].items())
-    assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 16
-    assert log("whole") == log("parts") and len(log("whole")) == 16
+    assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 8
+    assert log("whole") == log("parts") and len(log("whole")) == 8
 
 
 def test_two_processes_equal_one(tiny):
@@ -210,12 +210,8 @@ def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
     config = model.config
     assert config.attn == "rpc" and model.cls_attn_blocks[0].attn.q is None     # symmetric
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
-    assert common.load("rpc")["architecture"] == "fan"
-    call(train_cls.main, f"--model nano {SIZE} --out_dir vit --max_steps 2")
-    assert common.load("vit")["architecture"] == "vit"
-    call(eval_robust.main, "--ckpt rpc sym vit --measures clean --limit 4 --out_dir e")
+    call(eval_robust.main, "--ckpt rpc sym --measures clean --limit 4 --out_dir e")
     table = capsys.readouterr().out
-    assert all(kind in table for kind in ("fan rpc 4iter/layer0", "fan symmetric",
-                                          "| rpc 4iter/layer0"))
+    assert "fan rpc 4iter/layer0" in table and "fan symmetric" in table
     heads = probe.capture(model, torch.rand(2, 3, 16, 16))
     assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

@@ -23,7 +23,7 @@ SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, nu
 
 
 def save(path, model):
-    common.save(path, dict(task="classification", classes=list(SHAPES), args={},
+    common.save(path, dict(task="classification", classes=list(SHAPES), args={}, seen=[],
                            model=model.state_dict(), model_config=vars(model.config)))
     return path
 
@@ -122,22 +122,6 @@ def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
             S = step["S"].abs().sum((1, 3))[0, 1:]
             assert (tile(1, n) - pixels(look.draw_map(S, 2 * S.mean()))).abs().max() <= 2
             assert S.max() > 0
-
-
-def test_noisy_patches_are_framed(run, classifier, tmp_path):
-    run("--ckpt", classifier[1], "--scene", 3, "--out", tmp_path / "look.png")
-    page = Image.open(tmp_path / "look.png").convert("RGB").crop((0, look.LINE, look.SIDE,
-                                                                  look.LINE + look.SIDE))
-    _, hit = corrupt_patches(load_shapes("test", 4).images[3:] / 255, "noise", 4)
-    corner = look.SIDE // 8
-    framed = [page.getpixel((i % 8 * corner, i // 8 * corner)) == (0x35, 0xd0, 0xff)
-              for i in range(64)]
-    assert framed == hit[0].tolist()
-
-
-def test_a_map_goes_from_black_to_light_yellow():
-    drawn = pixels(look.draw_map(torch.tensor([0., 1., 2., 5.]), 2)).view(4, 3)
-    assert drawn.tolist() == [[0, 0, 4], [181, 54, 122], [252, 253, 191], [252, 253, 191]]
 
 
 def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):

@@ -57,7 +57,7 @@ def test_commands_run(place, monkeypatch, capsys, command):
         return call(checks.main, flags[1:])
     if "--table" not in flags:
         more = [] if "--measures" in flags else ["--measures", "clean"]
-        flags += [*more, "--limit", 4, "--device", "cpu", "--num_workers", 0]
+        flags += [*more, "--limit", 2, "--device", "cpu", "--num_workers", 0]
         flags = [2 if flag == "40" else flag for flag in flags]
     call(eval_robust.main, flags)
     assert "| " in capsys.readouterr().out
