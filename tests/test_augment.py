@@ -1,7 +1,6 @@
 """Compare batched augmentations with PIL and timm; test how random numbers determine them."""
 
 import math
-import random
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from data import augment as aug
 from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, rand_augment,
                           random_crop, random_erase, random_hflip, to_float)
-from data.rng import RAND_AUGMENT, uniform
+from data.rng import uniform
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -54,6 +53,7 @@ def ours(name, images, level, sign):
 def test_an_operation_equals_timms(name, monkeypatch):
     """Colours agree to one grey level. Geometry differs at edges."""
     timm = pytest.importorskip("timm.data.auto_augment")
+    assert sorted(OPS) == sorted(timm._RAND_INCREASING_TRANSFORMS)
     images = make_images(8, 61, 96)
     how = dict(fillcolor=FILL, resample=Image.Resampling.BICUBIC) if name in aug.GEOMETRIC else {}
     for level in (0.0, 3.1, 9.0, 9.57):
@@ -68,27 +68,6 @@ def test_an_operation_equals_timms(name, monkeypatch):
                 assert smooth.mean() < 1.5 and smooth.quantile(0.9) <= 3, (level, sign)
             else:
                 assert error.max() <= 1, (level, sign)
-
-
-def test_mixture_agrees_with_timm(monkeypatch):
-    """Means over 1,000 draws of each image, and the mean change of a pixel."""
-    timm = pytest.importorskip("timm.data.auto_augment")
-    assert sorted(OPS) == sorted(timm._RAND_INCREASING_TRANSFORMS)
-    posterize = timm.ImageOps.posterize                     # a new Pillow rejects 0 bits
-    monkeypatch.setattr(timm.ImageOps, "posterize", lambda image, bits: posterize(image, bits)
-                        if bits else image.point(lambda value: 0))
-    images, n = make_images(4, 24, 24)[:2], 1000
-    apply = timm.rand_augment_transform("rand-m9-mstd0.5-inc1", dict(
-        img_mean=FILL, interpolation=Image.Resampling.BICUBIC))
-    random.seed(0)
-    np.random.seed(0)
-    for image in images:
-        theirs = torch.cat([on_pil(image[None], apply) for _ in range(n)]).float()
-        u = uniform(torch.arange(n), 8, 0, RAND_AUGMENT)
-        mine = rand_augment(image[None].repeat(n, 1, 1, 1), u).float()
-        assert (mine.mean((0, 2, 3)) - theirs.mean((0, 2, 3))).abs().max() < 6   # 4 standard errors
-        change = [(x - image.float()).abs().mean() for x in (mine, theirs)]
-        assert abs(change[0] - change[1]) < 3
 
 
 def test_each_draw_has_own_operation_level_sign(monkeypatch):

@@ -97,7 +97,8 @@ def plain_loop(f, all_images, all_labels, test, model):
     groups = param_groups_weight_decay(model, f.weight_decay,
                                        no_weight_decay_list=("pos_embed", "cls_token"))
     optimizer = torch.optim.AdamW(groups, lr=f.lr, betas=(0.9, 0.999), eps=1e-8)
-    schedule = CosineLRScheduler(optimizer, f.epochs * epoch_steps, common.MIN_LR, t_in_epochs=False,
+    schedule = CosineLRScheduler(optimizer, f.epochs * epoch_steps, common.MIN_LR,
+                                 t_in_epochs=False,
                                  warmup_t=f.warmup_epochs * epoch_steps, warmup_lr_init=1e-6)
     rows, pending = [], []
     for step in range(f.max_steps):

@@ -71,11 +71,6 @@ def test_the_learning_rate_is_lmtools_after_warmup(golden):
     assert np.abs(ours - theirs)[1:warmup].max() < lr / warmup and theirs[0] == lr
 
 
-def test_a_text_too_short_is_named():
-    Path("text/wiki.valid.tokens").write_text(" the cat of <unk> \n")
-    assert "the valid text in text has only 5 tokens" in bad(SMALL, "--out_dir a")
-
-
 # --- samples of a checkpoint ----------------------------------------------------------------------
 
 def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
