@@ -1,9 +1,7 @@
 """The data sets of train_cls.py: --data NAME selects a loader and a recipe of default flags.
 
 A loader is a function (split, args). It returns a `Split`, which is uint8 images in memory, or a
-Dataset like `ImageTree`, whose files are decoded and cropped by the workers of a DataLoader. Every
-random number is a function of (seed, sample), see rng.py. So workers, processes and batch size do
-not change the random numbers.
+Dataset like `ImageTree`, whose files are decoded and cropped by the workers of a DataLoader.
 """
 
 import os
@@ -163,11 +161,9 @@ def split_name(args):
 def load_test(args, trained, size, classes, seen=()):
     """Load the test images of a network; each side has `size` pixels.
 
-    args: the flags data, data_dir and device of an evaluation. trained: a dict, the flags of the
-    network's training; its data set also determines the crop. classes: ImageNet's classes in the
-    network's order. seen: hashes of the files that the training used, as its checkpoint stores
-    them. With --data folder every image of data_dir is tested that is not in `seen`, so training
-    images are left out even if they were renamed, moved or copied.
+    args: the flags data, data_dir and device of an evaluation. trained: the flags of the network's
+    training, a dict; its data set determines the crop. classes: ImageNet's classes in the network's
+    order. seen: `marks` of the training's images. With --data folder all other images are tested.
     """
     flags = dict(num_images=16000, seed=0, download=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, seen=seen,

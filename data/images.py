@@ -151,10 +151,10 @@ def choose_part(found, part, name):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
     found: {folder: {class: [file]}}, with the folders of `part_folders`. val chooses best.pt, and
-    test is reported. The hashes of name(file) order the files of a class: the first tenth becomes
-    test and the last tenth val, at least one file each, so a new file moves at most one other file
-    into or out of each part. The folder test/ replaces the first tenth, and val/ the last tenth;
-    val/ without test/ is reported as test. "all" is test/ or val/ if they exist, else all files.
+    test is reported. A hash of name(file) orders the files of a class: the first tenth becomes test
+    and the last tenth val, at least one file each. So a new file moves at most one other file into
+    or out of each part. The folder test/ replaces the first tenth, and val/ the last tenth; val/
+    without test/ is reported as test. "all" is test/ or val/ if they exist, else all files.
     """
     given = {one: sum(found[one].values(), []) for one in ("test", "val") if one in found}
     if list(given) == ["val"]:
@@ -231,13 +231,12 @@ class ImageTree(Dataset):
     """Images in root/<split>/<class>/<file>, ImageNet's layout.
 
     tree[position, index] returns an image (3, size, size) uint8 and two ints, label and position.
-    `index` chooses the file. `position`, the sample's number in the whole run, chooses the random
-    crop. train=True: a random resized crop. train=False: `central_square`; here you can leave the
-    position out, tree[index]. The authors of ImageNet-C used resample="bilinear". Images are turned
-    upright by their EXIF data, unlike in torchvision's ImageFolder and timm.
-
-    classes: class names in label order, from the training split (default: this split's folders).
-    Every folder must be one of them, and every class must have a folder unless subset=True.
+    `index` chooses the file. train=True: a random resized crop, which depends on `position`, the
+    sample's number in the whole run. train=False: `central_square`; tree[index] suffices. The
+    authors of ImageNet-C used resample="bilinear". Images are turned upright by their EXIF data,
+    unlike in torchvision's ImageFolder and timm.
+    classes: names in label order, from the training split (default: this split's folders). Every
+    folder must be one of them, and every class must have a folder unless subset=True.
     """
     hashes = []
 
@@ -256,8 +255,7 @@ class ImageTree(Dataset):
             raise InputError(f"the classes of {self.folder} and of the training differ: "
                              f"{', '.join((unknown + missing)[:5])}")
 
-        # Use arrays. Forked workers would copy a list of a million str, because they change the
-        # reference counts.
+        # Use arrays: forked workers would copy a list, because they change reference counts.
         found = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in found])
         start = len(os.path.join(self.folder, ""))
@@ -277,8 +275,7 @@ class ImageTree(Dataset):
 
     def load(self, index, draw):
         """Decode and crop one file: (3, size, size) uint8."""
-        # This takes 1.0 ms per ImageNet file of 500 x 375 on one core; Pillow takes 2.0 ms. The
-        # evaluation crop differs from Pillow's by at most 1 grey level. A training crop that is
+        # The evaluation crop differs from Pillow's by at most 1 grey level. A training crop that is
         # enlarged differs by more than 1 grey level in 1 of 20,000 pixels.
         image = read_image(self.path(index))
         if not self.train:
@@ -309,10 +306,9 @@ def collate(transform, samples):
 def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
     """Make a DataLoader of batches (images, labels, positions) on the CPU.
 
-    batches: an iterable; each batch is a list of keys (position, index) of the dataset.
+    batches: an iterable of lists of keys (position, index). num_workers: processes; 0 loads the
+    images in this process. device: the device that trains; for CUDA, the memory is pinned.
     transform: a function of a batch's (images, positions) that runs in the worker.
-    num_workers: processes; 0 loads the images in this process. device: the device that trains; for
-    CUDA, the memory is pinned.
     """
     return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,

@@ -6,9 +6,8 @@
     image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S)
 
 The training transforms come from mmsegmentation 0.14.1, in the order of
-`rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip change the shape, so they run
-per image in DataLoader workers. Distortion (augment.py) and padding with the mean colour run on
-whole batches, on any device. Every random number is a function of (seed, sample), see rng.uniform.
+`rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip run per image in DataLoader
+workers. Distortion (augment.py) and padding with the mean colour run on whole batches.
 """
 
 import os
@@ -73,9 +72,8 @@ class Scenes(Dataset):
 
 
 class SegTree(Dataset):
-    """Pairs of image and annotation. tree[i]: image (3, H, W) and label (H, W), both uint8.
+    """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
 
-    A label contains an index into `classes` per pixel, or 255 for an ignored pixel.
     files: [(image path, annotation path)]. first: the pixel value of class 0; with 1, the value 0
     is ignored. last: the label of pixels with the value 255. hashes: `marks` of your own images.
     """
@@ -102,11 +100,8 @@ class SegTree(Dataset):
         return image, label
 
     def content(self):
-        """Return what `fingerprint` hashes: your own files, or names and sizes of other files."""
-        files = [path for pair in self.files for path in pair]
-        return self.classes, [
-            file_hash(path) if self.hashes else [composed(os.path.basename(path)),
-                                                 os.path.getsize(path)] for path in files]
+        """Return what `fingerprint` hashes."""
+        return self.classes, [file_hash(path) for pair in self.files for path in pair]
 
 
 def read_annotation(path):
@@ -127,11 +122,7 @@ def read_annotation(path):
 
 
 def pairs(root, split=""):
-    """List (image path, annotation path) in root/images/<split> and root/annotations/<split>.
-
-    The two files of a pair have the same name before the ending. InputError if an image has no
-    annotation, or if two files have the same name.
-    """
+    """List (image path, annotation path) in root/images/<split> and root/annotations/<split>."""
     images, annotations = {}, {}
     for kind, found, endings in (("images", images, IMAGE_EXTENSIONS),
                                  ("annotations", annotations, (".png",))):

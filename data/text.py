@@ -60,7 +60,7 @@ def stored_vocabulary(checkpoint):
 
 
 class Corpus(NamedTuple):
-    """The three texts of a folder as ids, (n,) uint32 each, and their vocabulary."""
+    """Three texts as ids, (n,) uint32 each, and their vocabulary."""
     train: np.ndarray
     valid: np.ndarray
     test: np.ndarray
@@ -235,10 +235,9 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
 def sliding_windows(num_targets, window, stride):
     """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
 
-    A window of `length` targets scores its last `scored` targets, and every target is scored once.
-    The first window scores all its targets. Each later window begins `stride` tokens after the
-    previous window and scores its last `stride` targets. The last window ends with the text and
-    scores the remaining targets; if stride equals window, it is shorter instead.
+    A window of `length` targets scores its last `scored` targets; every target is scored once. The
+    first window scores all its targets. Each later window begins `stride` tokens after the previous
+    one. The last window ends with the text; if stride equals window, it is shorter instead.
     """
     if not 1 <= stride <= window <= num_targets:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
