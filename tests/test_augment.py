@@ -84,6 +84,10 @@ def test_each_draw_has_own_operation_level_sign(monkeypatch):
     rand_augment(make_images()[:2], u)
     assert [name for name, _ in seen] == ["Rotate", "Invert"]
     assert [level for _, level in seen] == pytest.approx([-9, 9.5], abs=1e-4)
+    end = 1 - 2 ** -24
+    rand_augment(make_images()[:1], torch.tensor([[0, 0, 0, 0.49, end, 0, end, 0.51]]))
+    assert [name for name, _ in seen[2:]] == [OPS[0], OPS[-1]]
+    assert seen[3][1] == -10                                    # levels are clipped to [0, 10]
 
 
 def test_samples_do_not_depend_on_their_batch():
