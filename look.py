@@ -219,7 +219,7 @@ def main():
     crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
     segmenter = checkpoint["task"] == "segmentation"
     rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
-    model, seen = rebuild(checkpoint).requires_grad_(False), {*checkpoint.get("seen", [])}
+    model, seen = rebuild(checkpoint).requires_grad_(False), {*checkpoint["seen"]}
 
     if args.image and Path(args.image).is_dir():
         header = ["file", "class", "probability", *["used in training"] * bool(seen)]

@@ -205,7 +205,7 @@ def evaluate_only(args, rank, world, device):
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
     word, found = WORD if WORD in vocab else vocab.words[-1], []
-    for split, lines in lines_to_score(data, data_dir, checkpoint.get("seen", ())).items():
+    for split, lines in lines_to_score(data, data_dir, checkpoint["seen"]).items():
         began = time.perf_counter()
         swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
         clean, other = (vocab.encode_lines(x)[:args.limit] for x in (lines, swapped_lines))

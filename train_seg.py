@@ -228,7 +228,7 @@ def evaluate_only(args, rank, world, device):
     data_dir = args.data_dir or trained["data_dir"]
     flags = Namespace(**{**trained, "data": data, "data_dir": data_dir})
     test, = load_segmentation(flags, ["all" if data == "folder" else "test"],
-                              checkpoint["classes"], checkpoint.get("seen", ()))
+                              checkpoint["classes"], checkpoint["seen"])
     if list(test.classes) != list(checkpoint["classes"]):
         raise InputError(f"{args.eval_only} has the classes {checkpoint['classes'][:9]}, but "
                          f"{data_dir or data} has {list(test.classes)[:9]}; name the same classes "
