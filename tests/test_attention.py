@@ -115,7 +115,6 @@ def test_every_variant_of_algorithm_1_equals_its_reference(golden):
 
 # --- the equations --------------------------------------------------------------------------------
 
-
 @pytest.mark.parametrize("form", FORMS)
 def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
@@ -156,7 +155,6 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
 
 
 # --- every kind -----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
 @pytest.mark.parametrize("attn_drop", [0, 0.3])

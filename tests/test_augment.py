@@ -117,7 +117,6 @@ def test_flip_and_shift_follow_their_numbers():
 
 # --- random erasing -------------------------------------------------------------------------------
 
-
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
     """Return the box (top, left, height, width) in 96 x 96 pixels, after `misses` failed tries."""
     tall = 0.5 - 0.5 * math.log(3) / math.log(0.3)  # three times as high as wide: 96 x 32

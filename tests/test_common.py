@@ -68,7 +68,6 @@ def test_a_log_is_cut_after_the_step(tmp_path):
 
 # --- processes and messages -----------------------------------------------------------------------
 
-
 def test_input_errors_are_one_line():
     worker = "Caught InputError in DataLoader worker process 0.\n...\ncommon.InputError: no a.jpg"
     for text, line in (("--lr nan: a number", "--lr nan: a number"), (worker, "no a.jpg")):

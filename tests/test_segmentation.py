@@ -163,7 +163,6 @@ def test_a_view_follows_its_random_numbers():
 
 # --- samples --------------------------------------------------------------------------------------
 
-
 def test_class_names_come_from_the_folder(root):
     flags = Namespace(data="camvid", data_dir=root, num_classes=11)
     assert load_segmentation(flags, ["test"])[0].classes == CAMVID_CLASSES

@@ -101,7 +101,6 @@ def test_metrics_equal_upstreams_and_mmsegmentations(golden):
 
 # --- the model ------------------------------------------------------------------------------------
 
-
 def test_parameter_counts_equal_upstream():
     for kind, encoder, decoder in ((dict(), 5_683_392, 1_029_996),
                                    (dict(attn="rpc"), 5_238_720, 955_884)):

@@ -89,7 +89,6 @@ def test_processes_share_batches_and_number_samples():
     assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
 
 
-
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     last = epoch_order(9, 0, seed=0)[8]                             # batches of 4, 4 and 1

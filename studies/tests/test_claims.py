@@ -70,13 +70,3 @@ def test_changed_row_is_named(tmp_path, monkeypatch):
     faults = list(claims.faults([claim]))
     claims.rows_of.cache_clear()
     assert faults[0].startswith("claims.csv: ")
-
-
-def test_outdated_details_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "read_claims", lambda: [])
-    monkeypatch.setattr(claims, "details", lambda: {"details.md": "a table\n"})
-    monkeypatch.setattr(claims, "ROOT", tmp_path)
-    with pytest.raises(SystemExit, match="details.md"):
-        claims.main([])
-    claims.main(["--details"])
-    claims.main([])

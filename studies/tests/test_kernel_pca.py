@@ -197,35 +197,6 @@ def test_fitted_map_beats_a_random_one(monkeypatch):
         assert fitted > random + 0.01, name
 
 
-def stored(folder, seeds, gap, room=0.05, network="softmax"):
-    """Write trained.csv of made-up networks; return its rows.
-
-    gap: learned values minus a random matrix. room: a fitted map minus a random matrix.
-    """
-    rows = []
-    for seed in range(seeds):
-        x = 0.5 + seed / 100
-        values = {("eig_cos", "x W"): x, ("eig_cos", "learned"): x + gap + seed / 1e4,
-                  ("eig_cos", "fitted to eig_cos"): x + room,
-                  ("eig_cos: learned -", "x W"): gap + seed / 1e4}
-        rows += [dict(run=f"{network}_s{seed}", step=step, layer="all", measure=m, source=source,
-                      mean=value + 0.3 * (step == 0), se=0.01, images=64) for step in (0, 2000)
-                 for (m, source), value in values.items()]
-    probe.write_csv(folder / "trained.csv", rows)
-    return probe.read_csv(folder / "trained.csv")
-
-
-@pytest.mark.parametrize("gap, room, said", [
-    (0.002, 0.05, "a trace"), (-0.0001, 0.05, "no better than a random matrix"),
-    (0.04, 0.05, "largely"), (0.01, 0.05, "20 per cent of the way")])
-def test_verdict_follows_interval_and_share(tmp_path, gap, room, said):
-    rows = stored(tmp_path, 5, gap, room)
-    assert study.verdict(rows, "softmax").startswith(said)
-    shares = study.closed(rows, "softmax", "eig_cos")
-    assert_close(torch.tensor(shares), torch.tensor([100 * (gap + s / 1e4) / room
-                                                     for s in range(5)]), 1e-3)
-
-
 def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(study, "TRAINING_STAGES", (0, 1, 2))
     monkeypatch.setattr(study, "FIT_IMAGES", 50)

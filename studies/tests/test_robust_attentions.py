@@ -159,8 +159,7 @@ def test_gradients_stay_finite(name):
 def nano(attn="symmetric", layers=(0,)):
     torch.manual_seed(0)
     return ViT(ViTConfig(image_size=32, patch_size=8, num_classes=10, embed_dim=16, depth=3,
-                         num_heads=2, attn=attn,
-                         rpc_layers=layers))
+                         num_heads=2, attn=attn, rpc_layers=layers))
 
 
 @pytest.mark.parametrize("name, layers", [("elliptical", (0,)), ("keys", (0, 1, 2)),
@@ -172,9 +171,8 @@ def test_chosen_layers_alone_attend_without_new_parameters(name, layers):
     model.load_state_dict(base.state_dict())
     assert not torch.allclose(model(images), base(images))
     assert torch.equal(model(images), model(images))        # evaluations are deterministic
-    kinds = [block.attn.attn for block in model.blocks]
-    assert [kind == LAYER_PATTERNS[study.USUAL[name]][0] for kind in kinds] == [i in layers
-                                                                                for i in range(3)]
+    first = LAYER_PATTERNS[study.USUAL[name]][0]
+    assert [block.attn.attn == first for block in model.blocks] == [i in layers for i in range(3)]
 
 
 @torch.no_grad()

@@ -137,12 +137,6 @@ def test_only_corrected_primary_differences_are_bold():
     text = stats.primary_table(of)
     assert text.count("**+10.8") == 2 and text.count("**+8.2") == 2 and "| c " not in text
     assert "**" not in stats.full_table(of) and "| c " in stats.full_table(of)
-    of.found["of others"] = {("other", 0): np.ones(4)}                      # adds no line
-    assert "others" not in stats.full_table(of)
-    apart = stats.compare(found, [("sure", "base"), ("unsure", "base")], ("a", "b"),
-                          untested=("sure",))
-    assert set(apart.p) == {("a", "unsure", "base"), ("b", "unsure", "base")}
-    assert ("a", "sure", "base") in apart.gaps
 
 
 def test_only_shared_seeds_are_paired():

@@ -38,20 +38,6 @@ def test_only_six_patches_change(kind):
     assert 0 <= x.min() and x.max() <= 1
 
 
-def test_adversarial_block_raises_the_loss():
-    model, images, labels = small()
-    model.requires_grad_(False)
-    x, hit = corrupt_patches(images, "adversarial", 2, model=model, labels=labels)
-    changed = F.max_pool2d((x != images).any(1, keepdim=True).float(), 2)[:, 0] > 0      # (5, 4, 4)
-    assert torch.equal(changed.flatten(1), hit) and (hit.sum(1) == 4).all()
-    for grid in changed:
-        rows, columns = grid.any(1).nonzero()[:, 0], grid.any(0).nonzero()[:, 0]
-        assert len(rows) == len(columns) == 2 and rows.diff() == columns.diff() == 1
-    grey = torch.where(x != images, torch.tensor(0.5), images)
-    before, after = (F.cross_entropy(model(each), labels, reduction="none") for each in (grey, x))
-    assert (after > before).all()
-
-
 # --- scores ---------------------------------------------------------------------------------------
 
 def test_token_score_is_the_sum_of_S():
