@@ -264,14 +264,6 @@ def test_compiled_rpc_is_one_graph_with_equal_outputs():
 
 # --- your own attention ---------------------------------------------------------------------------
 
-def test_a_function_in_the_table_is_an_attention(monkeypatch):
-    def nearest(q, k, v, layer):
-        return torch.softmax(-torch.cdist(q, k), -1) @ v
-    monkeypatch.setitem(ATTENTIONS, "mine", (True, nearest))
-    m, x = layer("mine"), tokens()
-    q, k, v = m.project(x)
-    assert close(m(x), m.proj(nearest(q, k, v, m).transpose(1, 2).flatten(2)))
-
 
 def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (True, lambda q, k, v, layer: v[:, :, :1]))

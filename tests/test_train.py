@@ -124,7 +124,7 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
 
 
 @each
-def test_a_loss_not_finite_keeps_the_last_good_state(name, monkeypatch):
+def test_a_loss_not_finite_keeps_the_last_state(name, monkeypatch):
     real, norms = torch.nn.utils.clip_grad_norm_, []
 
     def clip(*args):

@@ -34,7 +34,7 @@ def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
     assert "out/shapes_rpc holds a run" in bad("--max_steps 1")
 
 
-def test_a_run_resumed_within_a_chunk_gets_equal_batches(monkeypatch):
+def test_a_run_resumed_within_a_chunk_is_equal(monkeypatch):
     """A GPU augments a chunk of batches at once; here three batches, and the "GPU" is the CPU.
 
     The resumed run begins with the second batch of a chunk, so its chunks are others.

@@ -44,14 +44,6 @@ def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     assert sample and sample[:20] in out and out.strip().endswith(f"--eval_only {folder}")
 
 
-def test_a_model_that_leaks_is_not_sampled():
-    train(SMALL, "--mu_over all --max_steps 2 --out_dir a")
-    config = lm_from_checkpoint(common.load("a")).config
-    assert (config.context, config.pap["mu_over"]) == (16, "all") and log("a", "sample")[2] == ""
-    with pytest.raises(ValueError, match="mu_over='all'"):
-        train("--sample a")
-
-
 def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
     def forgets(q, k, v, layer):
         return attention.softmax_attention(q, k, v)
