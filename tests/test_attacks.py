@@ -108,7 +108,7 @@ def test_paper_harness_accuracy_equals_reference_run(golden):
         adv = cw(model, z[:n], predicted[:n], confidence=confidence, steps=100, search_steps=3,
                  clip=False)
         assert (right(model, adv, labels[:n]) == theirs).sum() >= n - 1
-    adv = spsa(net, images[:4], labels[:4], eps, legacy=True, pairs=64)
+    adv = spsa(net, images[:4], labels[:4], eps, legacy=True, pairs=32)
     assert abs(right(net, adv, labels[:4]).sum() - g["spsa_cleverhans/2/robust"][:4].sum()) <= 1
 
 
