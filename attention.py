@@ -11,7 +11,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     A       (Eq. 2)     A                (B, H, N, N)       softmax(q k^T / sqrt(D))
     h       (Eq. 3)     h                (B, H, N, D)       A v
     K, L, S (Eq. 14)    k, L, S          (B, H, N, D)       keys = low-rank part + sparse part
-    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual variable; Y is not needed
+    Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual variable, used instead of Y
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, ~ 1 / mean|k|
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
@@ -23,7 +23,7 @@ The paper's text and its released code differ. Here you choose:
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
     mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
     sign in Alg. 1 line 4  - Y/mu; ADMM needs +    - Y/mu              dual_sign=-1 | +1
-    values in each step    not printed             V                   v; pass k as v to use keys
+    values in line 4       not stated              V                   v; pass k as v to use keys
     dropout                not mentioned           last step only      last step only
     queries                keys; App. E.9: own     keys                keys (q=None), or your own q
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
@@ -62,22 +62,6 @@ def naive_attention(q, k, v):
     return torch.einsum("bhij,bhjd->bhid", A, v)               # Eq. 3: h_i = sum_j a_ij v_j
 
 
-def naive_rpc(k, v):
-    """Compute RPC-Attention as Algorithm 1 does, in the form of the released code: (B, H, N, D).
-
-    This function is for reading only. `rpc_attention` without options returns the same numbers.
-    """
-    B, H, N, D = k.shape
-    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # mu of Def. 1, C = H * D
-    L = S = Y = torch.zeros_like(k)                                     # line 1
-    for _ in range(4):                                                  # line 2
-        x = k - L + Y / mu
-        S = x.sign() * (x.abs() - 4 * mu).clamp(min=0)                  # line 3: S_tau, lambda = 4
-        L = symmetric_attention(k - S - Y / mu, v)                      # line 4
-        Y = Y + mu * (k - L - S)                                        # line 5
-    return L                                                            # line 7
-
-
 def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     """Compute softmax attention by PyTorch's fused kernel, which does not store A.
 
@@ -85,9 +69,9 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k are
     cast to v's dtype, because PAP computes them in float32.
     """
-    if keep is not None and (keep.dtype, keep.shape) != (torch.bool, k[:, 0, :, 0].shape):
-        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool "
-                         f"{tuple(k[:, 0, :, 0].shape)}, False for padding tokens")
+    if keep is not None and (keep.dtype, *keep.shape) != (torch.bool, k.shape[0], k.shape[-2]):
+        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool (B, N), False "
+                         f"for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
     mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
@@ -103,6 +87,22 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
 
 
 # --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
+
+def naive_rpc(k, v):
+    """Compute RPC-Attention as Algorithm 1 does, in the form of the released code: (B, H, N, D).
+
+    This function is for reading only. `rpc_attention` without options returns the same numbers.
+    """
+    B, H, N, D = k.shape
+    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # mu of Def. 1, C = H * D
+    L = S = Y = torch.zeros_like(k)                                     # line 1
+    for _ in range(4):                                                  # line 2
+        x = k - L + Y / mu
+        S = x.sign() * (x.abs() - 4 * mu).clamp(min=0)                  # line 3: S_tau, lambda = 4
+        L = symmetric_attention(k - S - Y / mu, v)                      # line 4
+        Y = Y + mu * (k - L - S)                                        # line 5
+    return L                                                            # line 7
+
 
 def soft_threshold(x, tau):
     """Move each entry of x towards 0 by tau >= 0; entries with |x| <= tau become 0."""
@@ -150,7 +150,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     causal: token t attends to tokens 0 to t only, in every step.
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
-    trace: a list that receives dict(S, K2, Q2, L) for each step.
+    trace: a list that receives dict(S, K2, Q2, L) for each step. K2, Q2: the keys and queries of
+    the attention in line 4 of Algorithm 1.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
     K, S, L and Z are float32 or float64, also for bf16 inputs. With n_iter = 1 and q=None the
@@ -170,7 +171,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     K = k if k.dtype == torch.float64 else k.float()
     mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over or ("seen" if causal else "all"), keep=keep)
     if not lambd_is_tensor and lambd == math.inf:
-        mu = mu.detach()                        # tau has the gradient 0, and inf * 0 is NaN
+        mu = mu.detach()                        # its gradient would be inf * 0, which is NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
     # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
@@ -185,7 +186,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                               # once more with dropout, outside the trace
+    if dropout_p:                               # the last line 4 again, so the trace has no dropout
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
@@ -193,7 +194,10 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
 
 class ScaledAttention(nn.Module):
-    """Scaled Attention, softmax(q k^T / sqrt(D)) (I - S) v. S: (H, N, N), learned, starts at 0."""
+    """Scaled Attention, softmax(q k^T / sqrt(D)) (I - S) v. S: (H, N, N), learned, starts at 0.
+
+    layer: the SelfAttention that calls this module; see ATTENTIONS.
+    """
 
     def __init__(self, layer):
         super().__init__()
@@ -207,7 +211,7 @@ class ScaledAttention(nn.Module):
 
 
 class ScaledAlphaAttention(nn.Module):
-    """Scaled Attention with S = alpha softmax(k k^T / sqrt(D)). alpha: learned, starts at 0."""
+    """Scaled Attention with S = s softmax(k k^T / sqrt(D)). s: the paper's alpha, starts at 0."""
 
     def __init__(self, layer):
         super().__init__()
@@ -236,9 +240,9 @@ ATTENTIONS = {
     "scaled_alpha": (True, ScaledAlphaAttention),
 }
 # Values of --attn that mix two attentions: (in rpc_layers, in all other layers). rpc_layers comes
-# from the config. These values come before the same names in ATTENTIONS.
+# from the config. A name that is in both tables means the pattern.
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
-                  "sym_asym": ("rpc", "softmax")}
+                  "sym_asym": ("rpc", "softmax")}           # symmetric RPC, asymmetric softmax
 
 
 def layer_attention(attn, i, rpc_layers):
@@ -270,7 +274,8 @@ class SelfAttention(nn.Module):
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
         settings = {**PAP_SETTINGS, **(pap or {})}
-        self.pap = {**FORMS[settings.pop("form")], **settings}          # keywords of rpc_attention
+        form = FORMS[settings.pop("form")]
+        self.pap = {**form, **settings}                                 # keywords of rpc_attention
 
         own_queries, function = ATTENTIONS[attn]
         self.learned = function(self) if isinstance(function, type) else None
@@ -280,7 +285,7 @@ class SelfAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def make_projections(self, dim, bias):
-        """Make the layers that `project` uses. FAN overrides this method and `project`."""
+        """Make the layers that `project` uses. fan.py replaces this method and `project`."""
         self.qkv = nn.Linear(dim, self.num_proj * dim, bias=bias)
 
     @property
@@ -326,9 +331,8 @@ def every_pap(model, **settings):
         with every_pap(model, shrink=mine, n_iter=2):   # runs the same weights with another PAP
             logits = model(images)
 
-    It changes the dict `pap` of every module that has one. Your own attention must therefore call
-    rpc_attention(k, v, **layer.pap). The backward pass of a checkpointed layer calls rpc_attention
-    again, so run the backward pass inside the block, too.
+    It changes the dict `pap` of every module that has one, so an attention of yours that uses PAP
+    must call rpc_attention(k, v, **layer.pap).
     """
     before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
     for layer in before:
@@ -347,7 +351,7 @@ def layer_inputs(model, inputs, forward=None):
     forward: a function to call instead of the model, for example LM.hidden.
     """
     found = []
-    hooks = [layer.register_forward_pre_hook(lambda layer, args: found.append((layer, args[0])))
+    hooks = [layer.register_forward_pre_hook(lambda module, args: found.append((module, args[0])))
              for layer in model.modules() if isinstance(layer, SelfAttention)]
     (forward or model)(inputs)
     for hook in hooks:
@@ -356,14 +360,15 @@ def layer_inputs(model, inputs, forward=None):
 
 
 @torch.no_grad()
-def key_statistics(model, forward, inputs):
-    """Measure key sizes and how often S is not zero, while forward(inputs) runs the model.
+def key_statistics(model, inputs, forward=None):
+    """Measure key sizes and how often S is not zero. Arguments: as in `layer_inputs`.
 
     Returns dict(mean_abs_key=[mean |k| per SelfAttention layer],
     nonzero_S={layer: [share of nonzero entries of S per PAP step]}). Layers are counted from 0.
     """
     stats, training = dict(mean_abs_key=[], nonzero_S={}), model.training
-    for i, (layer, x) in enumerate(layer_inputs(model.eval(), inputs, forward)):
+    model.eval()
+    for i, (layer, x) in enumerate(layer_inputs(model, inputs, forward)):
         stats["mean_abs_key"].append(round(layer.project(x)[1].abs().mean().item(), 4))
         steps = layer.trace(x)
         if steps:

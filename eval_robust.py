@@ -15,14 +15,14 @@ evaluated by train_seg.py --eval_only and train_lm.py --eval_only.
 
 Paper: Teo & Nguyen 2024, section 4, App. A.2 to A.4, E.3 to E.5; Tables 1 to 6, Fig. 3.
 
-Attacks: pixel values stay in [0, 1]. The budget eps is the largest change of a pixel value (sld: of
-the sum of all changes; cw has no budget). An attack changes an image so that the model no longer
-predicts the true class. The arithmetic is float32. An image that a model classifies wrongly is not
-attacked and counts as not robust. Random numbers depend on (seed, image) alone, so the batch size,
-the number of processes and a second run do not change them.
+Attacks: pixel values stay in [0, 1]. The budget eps bounds the change of each pixel value; for sld,
+sparse L1 descent, it bounds the sum of all changes; cw has no budget. An attack changes an image so
+that the model no longer predicts the true class. The arithmetic is float32. An image that a model
+classifies wrongly is not attacked and counts as not robust. Random numbers depend on (seed, image)
+alone, so the batch size, the number of processes and a second run do not change them.
 
---preset paper attacks as the paper's code does (`rachtsy/KPCA_code:Attack`): it attacks normalised
-images and does not clip them to [0, 1], except in the attacks of PAPER_CLIPS. The model's own
+With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`). They change
+normalised images and do not clip them to [0, 1], except the attacks of PAPER_CLIPS. The model's own
 prediction takes the place of the true class, so misclassified images are attacked, too. Normalised
 pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
 0.226/255.
@@ -66,8 +66,8 @@ from robust.frost import load_frost
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 # The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
-# An attack whose line sets eps, also to None, runs once; every other attack runs for each budget of
-# --eps. All are partials, because `plan` reads their keywords.
+# An attack whose line has eps, a number or None, runs once; every other attack runs for each budget
+# of --eps. All are partials, because `plan` reads their keywords.
 ATTACKS = {
     "noise": partial(noise, eps=0.068),                   # U(-eps, eps)
     "fgsm": partial(fgsm),
@@ -84,15 +84,17 @@ ATTACKS = {
     "adaptive_autoattack": partial(adaptive_autoattack, steps=100, queries=5000),
 }
 EPS = tuple(k / 255 for k in (1, 2, 4, 8))                # the default of --eps
-# --preset paper: the settings of the paper's code that differ from ATTACKS.
+# --preset paper: the settings of the paper's code that differ from ATTACKS. rescale: sld scales to
+# its L1 ball. legacy: spsa as in cleverhans 4.0.0.
 PAPER = dict(noise=dict(eps=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
-             spsa=dict(eps=0.1, legacy=True))             # legacy: as in cleverhans 4.0.0
+             spsa=dict(eps=0.1, legacy=True))
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
-# Images per measure if --limit is not given. Scenes: so that an evaluation takes minutes on a CPU.
+# Images per measure without --limit. With --data shapes, so that it takes minutes on a CPU:
 SCENE_LIMITS = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
                     sld=160, spsa=20, cw=40)
+# With other data all images, except in slow attacks:
 SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
 
 
@@ -110,7 +112,7 @@ def get_args(words=None):
          f"corruption, {', '.join(ATTACKS)}, {', '.join(FOLDERS)} (default: clean, corruptions, "
          f"noise, fgsm, pgd, adaptive_pgd, apgd, and the folders that are given)")
     flag("--eps", nargs="+", type=Fraction, help="attack with these budgets, for example 8/255 or "
-         "0.031 (default: 1/255 2/255 4/255 8/255)")
+         "0.031 (default: 1/255 2/255 4/255 8/255; with --preset paper 1/255 to 6/255)")
     flag("--steps", type=int, help="let attacks take this many steps (default: see ATTACKS)")
     flag("--limit", type=int, help="use this many images per measure, the same images for every "
          "model (default: all; fewer on shapes and for slow attacks)")
@@ -212,11 +214,11 @@ def load_model(path, size, device):
             net = load_timm(checkpoint)
         name = kind_of(net.config) + (f", seed {trained['seed']}" if trained
                                       else f", {Path(path).stem}")
-        # Rows contain the settings of the model that are not ViTConfig's defaults.
+        # The settings that are not ViTConfig's defaults, in the form of a stored row: see KEY.
         usual = vars(ViTConfig()) | ViTConfig().pap
         config = {k: v for k, v in (vars(net.config) | net.config.pap).items()
                   if k != "pap" and v != usual.get(k)}
-        config = json.loads(common.to_json(config))       # as a stored row: lists, not tuples
+        config = json.loads(common.to_json(config))       # lists, not tuples
         size = net.config.image_size
     about = dict(checkpoint=str(path), model_config=config, model=name,
                  weights=common.checksum(net), size=size)
@@ -244,7 +246,7 @@ def load_data(args, models, device):
                          f"pixels per side; expected the same size for all models")
     if not args.batch_size:
         pixels = 2 ** 19                                  # per batch
-        if device.type == "cuda":                         # a ViT-B's attack needs 3 kB per pixel
+        if device.type == "cuda":                         # a ViT-B needs 3 kB per pixel; 4 is safe
             pixels = min(torch.cuda.mem_get_info(device)[0] // 4096, 512 * 224 ** 2)
         args.batch_size = max(1, pixels // first.size ** 2)
 
@@ -252,7 +254,7 @@ def load_data(args, models, device):
     for m in models:
         with torch.no_grad():
             logits = robust.forward(m.net, ramp.view(2, 3, first.size, first.size)).float().cpu()
-        check_logits(logits)                              # not finite, or probabilities
+        check_logits(logits)                              # InputError for probabilities
         counts.append(logits.shape[1])
         if "build" in m.about["model_config"]:            # other code or settings: another model
             answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
@@ -260,12 +262,12 @@ def load_data(args, models, device):
 
     # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
     # if only ImageNet-A and -R are measured.
-    imagenet = args.data == "imagenet" and counts[0] == len(IMAGENET)
-    names = first.classes or (IMAGENET if imagenet else None)
-    if imagenet and not args.data_dir:
+    all_1000 = args.data == "imagenet" and counts[0] == len(IMAGENET)
+    names = first.classes or (IMAGENET if all_1000 else None)
+    if all_1000 and not args.data_dir:                    # an empty data set
         data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
     elif args.data == "imagenet":
-        data = ImageTree(args.data_dir, "val", names, first.size, subset=imagenet)
+        data = ImageTree(args.data_dir, "val", names, first.size, subset=all_1000)
     else:
         flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=device)
         seen = {name for m in models for name in m.seen}  # photos of the training do not count
@@ -275,7 +277,7 @@ def load_data(args, models, device):
         if count != len(data.classes) or m.classes and m.classes != list(data.classes):
             raise InputError(f"{path} has {count} classes {m.classes[:3]}, --data {args.data} "
                              f"has {len(data.classes)} {list(data.classes)[:3]}; expected the same")
-        if not m.classes and not imagenet:
+        if not m.classes and not all_1000:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(data.classes))
             print0(f"{path} has no class names. Its logits are taken in this order: {order}")
     return data
@@ -311,7 +313,7 @@ def batches(data, index, args, label=""):
         parts = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in parts)
     else:
-        keys = [[(i, i) for i in part.tolist()] for part in parts]    # (position, image)
+        keys = [[(i, i) for i in part.tolist()] for part in parts]    # the image number, twice
         loaded = image_batches(data, keys, args.num_workers, device)
     for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
@@ -335,7 +337,7 @@ def score(net, x, labels):
 
 
 def all_sum(t):
-    """Sum a tensor over the processes, each of which fills its share of zeros; float64."""
+    """Join results, float64: each process has filled its own rows, and the others are 0."""
     t = t.cpu()
     if dist.is_initialized():
         dist.all_reduce(t)
@@ -354,7 +356,7 @@ def unpack(text, n):
 
 
 def outcome(hits, num_classes):
-    """Return the fields top1, top5 (in per cent) and right of a row; hits: (n, 3) of `correct`."""
+    """Return a row's fields `top1`, `top5` (per cent) and `right`; hits: (n, 3) of `correct`."""
     top1, top5 = (round(x, 4) for x in (100 * hits[:, :2].sum(0) / len(hits)).tolist())
     top5 = dict(top5=top5) if num_classes > 5 else {}     # up to 5 classes it is always 100 %
     return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
@@ -376,7 +378,7 @@ def corrupted(m, data, index, args, settings):
     kind, severities = settings["type"], settings["severities"]
     hits = torch.zeros(len(severities), len(index), 3, device=args.process.device)
     label = f"{kind}, {m.about['model']}"
-    if args.corrupted_dir:                                # image i is the copy of image i of `data`
+    if args.corrupted_dir:                                # the copies are in the order of `data`
         for i, severity in enumerate(severities):
             folder = Path(args.corrupted_dir, kind, str(severity))
             copies = open_folder(folder, data.classes, m.size, crop=1.0)    # are already cropped
@@ -412,8 +414,8 @@ class Normalized(torch.nn.Module):
 def attack_as_paper(net, x, attack, clip, index):
     """Attack under the conditions of --preset paper; return the attacked pixels.
 
-    The attack changes normalised images, clipped to [0, 1] or not at all, until the network's
-    prediction is not its own first one. net: a ViT or FAN, which has .mean and .std.
+    The attack changes normalised images, clipped to [0, 1] or not at all. The class to leave is the
+    network's own prediction for the clean image. net: a ViT or FAN, which has .mean and .std.
     """
     normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
@@ -443,7 +445,7 @@ def attacked(m, data, index, args, name, attack):
 
     moved = all_sum(moved)
     changed = moved[moved[:, 0] > 0]                      # maxima, median and mean over these
-    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)
+    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)    # or a row of zeros
     return outcome(all_sum(hits), len(data.classes)) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
@@ -523,10 +525,10 @@ def mean_rows(rows):
         if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
             shared = row["settings"] | dict(type="mean")
             shared.pop("frost", None)
-            if "released" in shared:
-                shared["released"] = True                 # not the fingerprint of one type
-            groups.setdefault(row_key(row | dict(settings=shared)), {})[
-                row["settings"]["type"]] = row | dict(settings=shared)
+            if "released" in shared:                      # the fingerprint of a --corrupted_dir
+                shared["released"] = True
+            mean_row = row | dict(settings=shared)
+            groups.setdefault(row_key(mean_row), {})[row["settings"]["type"]] = mean_row
     for types in groups.values():
         if len(types) == len(NAMES):
             row = types["fog"]                            # the 15 rows differ in their numbers only
@@ -549,7 +551,7 @@ def worst_cases(rows):
         attack = ATTACKS.get(row["name"])                 # noise, sld and cw have their own budget
         if attack and "eps" not in attack.keywords:
             shared = {k: row["settings"][k] for k in ("eps", "conditions") if k in row["settings"]}
-            worst = row | dict(name="worst", settings=shared, images=None)
+            worst = row | dict(name="worst", settings=shared, images=None)    # any number of images
             groups.setdefault(row_key(worst), []).append(row)
     for group in groups.values():
         if len(group) > 1:
@@ -576,12 +578,12 @@ def rows_table(rows):
     lines = {}                              # {(measure, images, fingerprint): {model: cell}}
     for row in rows:
         shown = ("top1", "top5", "aupr", "mce") if row["data"] == "imagenet" else ("top1",)
-        for number in (name for name in shown if name in row):
+        for field in (name for name in shown if name in row):
             text = measure_text(row["name"], row["settings"])
             text = f"{row['data']}, seed {row['seed']}: {text}" if several else text
-            key = f"{text}, {number}", row["images"], row.get("fingerprint")
+            key = f"{text}, {field}", row["images"], row.get("fingerprint")
             line = lines.setdefault(key, {})
-            line[row_key(row, MODEL)] = f"{np.mean(row[number]):.2f}"
+            line[row_key(row, MODEL)] = f"{np.mean(row[field]):.2f}"
     alike = Counter(key[:2] for key in lines)             # with other images: name their data
     body = [[f"{text}, data {data}" if alike[text, images] > 1 else text, images,
              *(cells.get(model, "") for model in columns)]
@@ -599,9 +601,9 @@ class Process(NamedTuple):
 
 
 def plan(args, data, size):
-    """Yield (name, settings, images, measure) for each row of a model.
+    """Yield (name, settings, source, measure) for each row of a model.
 
-    images: the data set of the measure. measure(m, images, index, args) returns fields of a row.
+    source: the data set of the measure. measure(m, source, index, args) returns fields of a row.
     """
     default = ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
     for name in args.measures or default + [name for name in FOLDERS if getattr(args, name)]:
@@ -650,7 +652,8 @@ def main():
                  for path in args.table)
         print(rows_table([row for file in files for row in common.read_log(file)]))
         return
-    args.process = rank, world, device = Process(*common.start_processes(args.device))
+    args.process = Process(*common.start_processes(args.device))
+    _, world, device = args.process
     torch.backends.cudnn.allow_tf32 = False               # PyTorch's default rounds convolutions
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
     models = [load_model(path, size, device) for path in (*args.ckpt, *args.model)]
@@ -664,18 +667,18 @@ def main():
     rows = {row_key(row): row for row in common.read_log(path)}
     hardware, wanted = common.describe(device), []
     print0(f"{len(models)} models | {args.data} | {world} x {hardware} | {path}, {len(rows)} rows")
-    for name, settings, images, measure in plan(args, data, models[0].size):
-        index = choose(len(images.labels), name, args)
-        if not len(index) or name == "imagenet_o" and not len(data.labels):
+    for name, settings, source, measure in plan(args, data, models[0].size):
+        index = choose(len(source.labels), name, args)
+        if not len(index) or (name == "imagenet_o" and not len(data.labels)):
             raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
-        measured = dict(data=args.data, data_dir=args.data_dir, fingerprint=fingerprint(images),
+        measured = dict(data=args.data, data_dir=args.data_dir, fingerprint=fingerprint(source),
                         name=name, settings=settings, images=len(index), seed=args.seed)
         for m in models:
             row = m.about | measured
             key = row_key(row)
             if key not in rows:
                 began = time.perf_counter()
-                row |= measure(m, images, index, args)
+                row |= measure(m, source, index, args)
                 row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
                            **common.code_version(), hardware=hardware, processes=world)
                 rows[key] = row

@@ -68,7 +68,7 @@ def get_args():
          help="decode ImageNet with this many processes per GPU (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    # Flags without default= here get their default from the recipe of --data.
+    # The recipe of --data, in data/datasets.py, gives or replaces a default.
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
          "or of a FAN (fully attentional network) (default: %(default)s)")
     flag("--image_size", type=int, help="side of an image in pixels (default: %(default)s)")
@@ -120,7 +120,7 @@ def get_args():
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, default=1, help="evaluate every EVAL_EVERY epochs")
-    flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
+    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
@@ -132,7 +132,7 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def batch_keys(args, n, start, stop, rank, world):
+def batch_pairs(args, n, start, stop, rank, world):
     """Yield (position, index) for each step from `start` to `stop` - 1, int64 of shape (b,) each.
 
     position: a sample's number in the whole run, which determines its random numbers. index: the
@@ -151,22 +151,22 @@ def batch_keys(args, n, start, stop, rank, world):
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
 
 
-def load_batches(source, keys, args, device, transform=None):
+def load_batches(source, pairs, args, device, transform=None):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
     source: a Split, which holds all images on the device, or a Dataset, whose files are decoded by
-    worker processes. keys: pairs (position, index) as in `batch_keys`. transform: a function of
+    worker processes. pairs: (position, index) as in `batch_pairs`. transform: a function of
     (images, positions), which workers run after decoding.
     """
     if isinstance(source, Split):
-        for position, index in keys:
+        for position, index in pairs:
             index = send(index, device)                             # the CPU does not wait
             images, labels = source.images[index], source.labels[index]
             yield (transform(images, position) if transform else images), labels, position
     else:
-        pairs = (list(zip(position.tolist(), index.tolist())) for position, index in keys)
-        batches = image_batches(source, pairs, args.num_workers, device, transform=transform)
-        for images, labels, position in batches:                    # a DataLoader's, on the CPU
+        lists = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
+        batches = image_batches(source, lists, args.num_workers, device, transform=transform)
+        for images, labels, position in batches:                    # on the CPU
             yield send(images, device), send(labels, device), position
 
 
@@ -187,8 +187,8 @@ def train_batches(source, args, start, stop, device, rank, world):
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing follows. Then the chunk is split into its batches, which are mixed.
     augment = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
-    keys = batch_keys(args, len(source.labels), start, stop, rank, world)
-    loaded = load_batches(source, keys, args, device, transform=augment if on_cpu else None)
+    pairs = batch_pairs(args, len(source.labels), start, stop, rank, world)
+    loaded = load_batches(source, pairs, args, device, transform=augment if on_cpu else None)
     while chunk := list(islice(loaded, batches_at_once)):
         images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
         if not on_cpu:
@@ -212,10 +212,10 @@ def evaluate(model, source, args, device, rank, world):
     """
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)    # the images of this process
-    keys = [(part, part) for part in mine.split(256) if len(part)]      # maybe no image
-    batches = load_batches(source, keys, args, device)
+    pairs = [(part, part) for part in mine.split(256) if len(part)]     # a process may have none
+    batches = load_batches(source, pairs, args, device)
     total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
-    for images, labels, _ in bar(batches, "evaluating", total=len(keys), leave=False):
+    for images, labels, _ in bar(batches, "evaluating", total=len(pairs), leave=False):
         logits = model(images.float() / 255).float()        # the model takes pixels in [0, 1]
         correct = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]       # (b, 5)
         loss = F.cross_entropy(logits, labels, reduction="sum")
@@ -264,7 +264,7 @@ def main():
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     amp = has_bf16 if args.amp is None else args.amp
     torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # "high" for convolutions
+    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
@@ -300,10 +300,10 @@ def main():
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.init_from and not args.resume:
         load_weights(model, args.init_from)
-    # Freeze parameters here: model.patch_embed.requires_grad_(False). --resume runs this line, too.
+    # To freeze parameters, add a line here: model.patch_embed.requires_grad_(False)
 
     # Optimiser. Weight decay applies to matrices: the weights of layers, mlp.temperature of a FAN
-    # and learned.s of Scaled Attention.
+    # and learned.s of scaled_s.
     matrices = ("weight", "mlp.temperature", "learned.s")
     decay, rest = [], []
     for name, p in model.named_parameters():
@@ -321,6 +321,7 @@ def main():
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
+    # These metrics are printed if no step is left to train.
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
@@ -351,6 +352,7 @@ def main():
 
         # A batch. Adversarial training (Madry et al. 2018) changes its pixels to raise the loss.
         # The attack uses `model`, because DDP needs a backward pass after each pass through `net`.
+        # Its random numbers follow from seed, index (here the position) and purpose.
         images, targets, position = next(batches)
         if args.adv_eps:
             model.eval()
@@ -398,8 +400,8 @@ def main():
         if evaluating:
             with autocast:
                 metrics = evaluate(model, val, args, device, rank, world)
-            keys = key_statistics(model, forward=model.forward, inputs=images[:32])
-            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
+                                        **key_statistics(model, images[:32])))
             common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}")
 
         # Save. A run that is killed before this line repeats the evaluation when it is resumed.
@@ -411,7 +413,7 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])     # eval_robust.py leaves them out
+                         seen=[*train.hashes, *val.hashes])     # never tested by eval_robust.py
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)

@@ -125,7 +125,7 @@ def get_args():
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, help="evaluate and save every EVAL_EVERY steps")
-    flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
+    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/<data or text>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
@@ -304,7 +304,7 @@ def main():
     if not config.reads_the_future and reads_the_future(model):
         raise InputError(f"--attn {args.attn}: the output for a word depends on later words; mask "
                          f"later words in attention.py if causal is true")
-    # Freeze parameters here: model.embed.requires_grad_(False). --resume runs this line, too.
+    # To freeze parameters, add a line here: model.embed.requires_grad_(False)
 
     # Optimiser.
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
@@ -390,7 +390,7 @@ def main():
                 metrics = evaluate(model, corpus, args, rank, world)
             written = args.words and not config.reads_the_future    # such a model cannot write
             text = sample(model, vocab, args, device) if written else ""
-            keys = key_statistics(model, forward=model.hidden, inputs=windows[:8, :-1])
+            keys = key_statistics(model, windows[:8, :-1], forward=model.hidden)
             common.append_row(log, dict(step=done, eval=metrics, sample=text, **keys))
             common.print0(f"step {done:6d}  valid perplexity {metrics['perplexity']:.2f}  "
                           + textwrap.shorten(text, 80))

@@ -140,7 +140,7 @@ def get_args():
     flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=int, default=2, help="evaluate every EVAL_EVERY epochs")
-    flag("--max_steps", type=int, help="stop after this many steps; the schedule stays the same")
+    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn or backbone>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
@@ -171,7 +171,7 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def batch_keys(args, n, start, stop, rank, world):
+def batch_pairs(args, n, start, stop, rank, world):
     """Yield a list of (position, index) for each step from `start` to `stop` - 1.
 
     position: a sample's number in the whole run, which determines its random numbers. index: the
@@ -185,8 +185,8 @@ def batch_keys(args, n, start, stop, rank, world):
         if i == 0 or step == start:
             order = epoch_order(n, epoch, args.seed).tolist()           # n shuffled images
         first = i * args.batch_size
-        keys = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
-        yield keys[rank::world] or keys[:1]
+        pairs = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
+        yield pairs[rank::world] or pairs[:1]
 
 
 def train_batches(views, args, start, stop, mean, rank, world):
@@ -196,8 +196,8 @@ def train_batches(views, args, start, stop, mean, rank, world):
     fills the border of crops that are smaller than S. height, width: of a crop without its border.
     """
     n, device = len(views.source), mean.device
-    keys = batch_keys(args, n, start, stop, rank, world)
-    batches = image_batches(views, keys, args.num_workers, device)
+    pairs = batch_pairs(args, n, start, stop, rank, world)
+    batches = image_batches(views, pairs, args.num_workers, device)
     for images, labels, (position, height, width) in batches:   # on the CPU; pinned for a GPU
         images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
         place = position[0] % n % args.batch_size               # of the first sample in the batch
@@ -317,7 +317,7 @@ def main():
     if backbone:
         load_encoder(model, backbone)
         common.print0(f"encoder from {args.backbone}")
-    # Freeze parameters here: model.encoder.requires_grad_(False). --resume runs this line, too.
+    # To freeze parameters, add a line here: model.encoder.requires_grad_(False)
 
     # Optimiser. Weight decay applies to matrices, also to the decoder's two projections.
     matrices = ("weight", "proj_patch", "proj_classes")
@@ -416,8 +416,8 @@ def main():
         if evaluating:
             metrics = evaluate(model, val, **evaluation, rank=rank, world=world,
                                progress="evaluating")
-            keys = key_statistics(model, forward=model.masks, inputs=images[:8])
-            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
+                                        **key_statistics(model, images[:8])))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
         # Save. A run that is killed before this line repeats the evaluation when it is resumed.

@@ -210,7 +210,7 @@ def test_trace_and_key_statistics_equal_the_forward_pass(kind):
     m, x = layer(kind, pap=dict(lambd=0.3), causal=kind != "scaled_s"), 3 * tokens()
     two, first = torch.nn.Sequential(layer("scaled_alpha"), m), x
     x = two[0](first)                                           # the input of m
-    trace, stats, (q, k, _) = m.trace(x), key_statistics(two.train(), two, first), m.project(x)
+    trace, stats, (q, k, _) = m.trace(x), key_statistics(two.train(), first), m.project(x)
     layers, inputs = zip(*layer_inputs(two, first))
     assert layers == (*two,) and torch.equal(inputs[1], x)
     assert stats["mean_abs_key"][1] == round(k.abs().mean().item(), 4)
@@ -241,7 +241,7 @@ def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
     mine, rpc, plain, x, steps = layer("mine"), layer("rpc"), layer("symmetric"), 3 * tokens(), []
     m = torch.nn.Sequential(mine, rpc, plain)
     y, rpc_alone = m(x), rpc(x)
-    assert len(mine.trace(x)) == 4 and list(key_statistics(m, m, x)["nonzero_S"]) == [0, 1]
+    assert len(mine.trace(x)) == 4 and list(key_statistics(m, x)["nonzero_S"]) == [0, 1]
     with every_pap(m, trace=steps, n_iter=2):
         changed = m(x)
         with every_pap(rpc, lambd=math.inf):

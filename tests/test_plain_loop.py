@@ -122,7 +122,7 @@ def plain_loop(f, all_images, all_labels, test, model):
             pending = []
         if step == f.max_steps or epoch % f.eval_every == 0:
             rows.append(dict(step=step, epoch=epoch, eval=evaluated(model, *test),
-                             **key_statistics(model, model, images)))
+                             **key_statistics(model, images)))
     return rows
 
 

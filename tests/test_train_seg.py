@@ -76,17 +76,17 @@ def test_the_schedule_equals_the_reference(golden, monkeypatch):
 
 def test_processes_share_batches_and_number_samples():
     args = Namespace(batch_size=4, seed=1, num_workers=0, data="shapes")
-    whole = list(train_seg.batch_keys(args, 10, 0, 6, 0, 1))
+    whole = list(train_seg.batch_pairs(args, 10, 0, 6, 0, 1))
     assert [len(keys) for keys in whole] == [4, 4, 2] * 2
     assert [position for keys in whole for position, _ in keys] == list(range(20))
     first, second = ([i for keys in part for _, i in keys] for part in (whole[:3], whole[3:]))
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
-    ranks = [list(train_seg.batch_keys(args, 10, 0, 6, rank, 4)) for rank in range(4)]
+    ranks = [list(train_seg.batch_pairs(args, 10, 0, 6, rank, 4)) for rank in range(4)]
     for step, keys in enumerate(whole):
         dealt = [rank[step] for rank in ranks]
         assert sorted(key for part in dealt[:len(keys)] for key in part) == keys
         assert all(part == keys[:1] for part in dealt[len(keys):])      # idle: labels are ignored
-    assert list(train_seg.batch_keys(args, 10, 4, 6, 0, 1)) == whole[4:]
+    assert list(train_seg.batch_pairs(args, 10, 4, 6, 0, 1)) == whole[4:]
 
 
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
