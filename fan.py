@@ -30,7 +30,7 @@ FAN_SIZES = {                                                  # parameters at 2
 
 
 class FANConfig(ViTConfig):
-    """Settings that rebuild a FAN. patch_size: 2, 4, 8 or 16. drop_path: the rate of every block."""
+    """Settings of a FAN. patch_size: 2, 4, 8 or 16. drop_path: the rate of every block."""
     family = "fan "                   # prefix of the attention's name in tables; not a field
 
     @property

@@ -36,7 +36,7 @@ from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 @dataclass
 class SegmenterConfig(ViTConfig):
-    """Settings that rebuild a Segmenter: ViTConfig with other defaults, and those of the decoder."""
+    """Settings of a Segmenter: ViTConfig with other defaults, and the decoder."""
     image_size: int = 512             # pixels per side of the training crop
     num_classes: int = 150            # K
     drop_path: float = 0.1
