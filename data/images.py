@@ -119,9 +119,11 @@ PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "v
 
 def part_folders(root):
     """Return {"train", "val" or "test": path} of the folders with these names, else {"": root}."""
-    found = {PARTS[name.lower()]: path for name, path in subfolders(root).items()
-             if name.lower() in PARTS}
-    return found or {"": root}
+    found = [(PARTS[name.lower()], path) for name, path in subfolders(root).items()
+             if name.lower() in PARTS]
+    if len(dict(found)) < len(found):
+        raise InputError(f"{root} contains two folders for one part: {[path for _, path in found]}")
+    return dict(found) or {"": root}
 
 
 # --- held-out images ------------------------------------------------------------------------------

@@ -113,11 +113,12 @@ def read_annotation(path):
     try:
         image = ImageOps.exif_transpose(Image.open(path))
         mode, values, palette = image.mode, np.array(image), bytes(image.getpalette() or [])
+        bits = np.fromfile(path, np.uint8, 25)[24]      # Pillow scales grey values of fewer bits
     except Exception as error:                          # Pillow raises many types
         raise InputError(f"cannot read {path}: {error}") from None
-    if mode not in ("L", "P"):
-        raise InputError(f"{path} has the mode {mode}, expected an 8-bit PNG of one channel (mode "
-                         f"L or P): each pixel's value is its class")
+    if mode != "P" and (mode, bits) != ("L", 8):
+        raise InputError(f"{path} has the mode {mode} and {bits} bits, expected an 8-bit PNG of "
+                         f"one channel (mode L or P): each pixel's value is its class")
     return torch.from_numpy(values), palette
 
 

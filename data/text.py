@@ -107,7 +107,7 @@ def text_folder(data, data_dir):
     if data_dir:
         parts, whole = split_text(data_dir), Path(data_dir).resolve()
         folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
-        write_tokens(folder, parts)
+        write_tokens(folder, {split: list(map(spaced, part)) for split, part in parts.items()})
         return folder
     if data == "pydoc":
         return pydoc_folder("out/cache")
@@ -143,34 +143,40 @@ def split_text(path):
     """
     text = "\n".join(read_lines(path))
     for mark in (r"\n\s*\n", "\n"):
-        lines = [line for line in map(spaced, re.split(mark, text)) if line]
-        if len(lines) >= 20:
+        found = [part for part in re.split(mark, text) if spaced(part)]
+        if len(found) >= 20:
             break
-    a, b = len(lines) * 90 // 100, len(lines) * 95 // 100
-    return dict(train=lines[:a], valid=lines[a:b], test=lines[b:])
+    a, b = len(found) * 90 // 100, len(found) * 95 // 100
+    return dict(train=found[:a], valid=found[a:b], test=found[b:])
+
+
+def hashes(paragraph):
+    """Hash a paragraph and each of its lines, so that it is recognised in another layout."""
+    pieces = map(spaced, [paragraph, *paragraph.split("\n")])
+    return {zlib.crc32(piece.encode()) for piece in pieces if piece}
 
 
 def seen_lines(data_dir):
-    """Return hashes of the paragraphs of a text file that a training on this file uses."""
+    """Return the `hashes` of the paragraphs of a text file that a training on this file uses."""
     if not data_dir or Path(data_dir).is_dir():
         return []
     parts = split_text(data_dir)
-    return [zlib.crc32(line.encode()) for line in parts["train"] + parts["valid"]]
+    return sorted(set().union(*map(hashes, parts["train"] + parts["valid"])))
 
 
 def lines_to_score(data, data_dir, seen):
     """Return the texts to evaluate a language model on: {split: lines of tokens}.
 
     The splits are valid and test for folders of token files and for "pydoc". A text file is one
-    split, "unseen": all paragraphs but those of the training, whose hashes `seen` contains. Its
-    rare words do not become <unk>, because the model's vocabulary decides which words are known.
+    split, "unseen": the paragraphs without a hash in `seen`, the hashes of the training. Its rare
+    words do not become <unk>, because the model's vocabulary decides which words are known.
     """
     if not data_dir or Path(data_dir).is_dir():
         folder = text_folder(data, data_dir)
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
     seen = {*seen}
-    unseen = [line for lines in split_text(data_dir).values() for line in lines
-              if zlib.crc32(line.encode()) not in seen]
+    unseen = [spaced(paragraph) for part in split_text(data_dir).values() for paragraph in part
+              if not hashes(paragraph) & seen]
     if not unseen:
         raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
     return {"unseen": unseen}

@@ -83,6 +83,9 @@ def test_folders_train_val_test_are_parts():
     make("split/Test", 2)                                       # now val/ chooses best.pt
     files = parts_of("split")
     assert [len(files[part]) for part in ("train", "val", "test", "all")] == [36, 9, 6, 6]
+    make("split/validation", 1)                                 # beside val/
+    with pytest.raises(InputError, match="two folders for one part"):
+        parts_of("split")
     make("flat", 3, classes=["train", "test"])                  # images directly inside
     with pytest.raises(InputError, match="flat has 0 folders with images"):
         find_photos("flat", "train")

@@ -184,6 +184,9 @@ def test_wrong_annotations_are_named(root):
         Image.fromarray(pixels).save(path)
         with pytest.raises(InputError, match=f"1.png.*{word}"):
             ade20k(root, "training", 4)[1]
+    Image.fromarray(label).save(path, bits=4)               # Pillow multiplies values by 17
+    with pytest.raises(InputError, match="mode L and 4 bits"):
+        ade20k(root, "training", 4)[1]
     Image.fromarray(label + 255).save(path)  # 255 is ignored too
     assert (ade20k(root, "training", 4)[1][1] == 255).all()
     path.unlink()

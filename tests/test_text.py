@@ -144,6 +144,9 @@ def test_paragraphs_of_the_training_are_never_scored(folder):
     Path("copy.txt").write_text("".join(lines[:30]))
     with pytest.raises(InputError, match="trained on all"):
         lines_to_score("folder", "copy.txt", seen)
+    Path("short.txt").write_text("Page 7 of the book.\nA new page.\n\nPage\n38 of the book.\n")
+    unseen = lines_to_score("folder", "short.txt", seen)["unseen"]     # other lines and paragraphs
+    assert unseen == ["A new page .", "Page", "38 of the book ."]
 
 
 # --- training windows -----------------------------------------------------------------------------
