@@ -21,7 +21,7 @@ The paper's text and its released code differ. Here you choose:
 
     question               paper's text            released code       here
     threshold of S         lambda / mu             lambda * mu         threshold="over" | "times"
-    mu = N x / (4 sum|K|)  x = D, head width       x = C, model width  mu_dim="head" | "model"
+    mu = N W / (4 sum|K|)  W = D, head width       W = C, model width  mu_dim="head" | "model"
     sign in Alg. 1 line 4  - Y/mu; ADMM needs +    - Y/mu              dual_sign=-1 | +1
     values in line 4       not stated              V                   v; pass k as v to use keys
     dropout                not mentioned           last step only      last step only
@@ -111,9 +111,9 @@ def soft_threshold(x, tau):
 
 
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
-    """Return mu = N x / (4 sum|K|) = x / (4 D mean|K|), (B, H, 1, 1) or per token (B, H, N, 1).
+    """Return mu = N W / (4 sum|K|) = W / (4 D mean|K|), (B, H, 1, 1) or per token (B, H, N, 1).
 
-    mu_dim: "model" means x = C, "head" means x = D.
+    mu_dim: "model" means W = C, "head" means W = D.
     mu_over: the tokens in mean|K|. "all": every token. "seen": tokens 0 to t for token t, so a
     causal layer does not read the future. "token": only token t for token t.
     keep: (B, N) bool, False for padding tokens, which the mean leaves out.
@@ -131,8 +131,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
         mean = mean.sum(-2, keepdim=True) / count[:, :, -1:]            # (B, H, 1, 1)
     elif mu_over == "seen":
         mean = mean.cumsum(-2) / count
-    x_over_D = H if mu_dim == "model" else 1                            # C / D = H, or D / D
-    return x_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
+    W_over_D = H if mu_dim == "model" else 1                            # C / D = H, or D / D
+    return W_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
 
 
 def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
@@ -174,7 +174,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         mu = mu.detach()                        # its gradient would be inf * 0, which is NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
-    # Each step splits the keys. S takes the part of each entry above tau, and L is the attention
+    # Each step splits the keys. S takes the part of K - L + Z above tau, and L is the attention
     # output for the rest. Z sums the errors K - L - S and enters the next step.
     L = Z = 0.0                                 # Alg. 1, line 1: L = Y = 0
     for _ in range(n_iter):                     # Alg. 1, line 2
@@ -186,7 +186,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                               # the last line 4 again, so the trace has no dropout
+    if dropout_p:                               # line 4 of the last step again, not traced
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
@@ -240,7 +240,7 @@ ATTENTIONS = {
     "scaled_alpha": (True, ScaledAlphaAttention),
 }
 # Values of --attn that mix two attentions: (in rpc_layers, in all other layers). rpc_layers comes
-# from the config. A name that is in both tables means the pattern.
+# from the config. As a value of --attn, a name that is in both tables means the pattern.
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}           # symmetric RPC, asymmetric softmax
 

@@ -22,10 +22,10 @@ classifies wrongly is not attacked and counts as not robust. Random numbers depe
 alone, so the batch size, the number of processes and a second run do not change them.
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`). They change
-normalised images and do not clip them to [0, 1], except the attacks of PAPER_CLIPS. The model's own
-prediction takes the place of the true class, so misclassified images are attacked, too. Normalised
-pixels are divided by their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255.
+normalised images and do not clip them to [0, 1]. The attacks of PAPER_CLIPS clip normalised images
+themselves to [0, 1], which changes them before the attack. The model's own prediction takes the
+place of the true class, so misclassified images are attacked, too. Normalised pixels are divided by
+their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0.226/255.
 """
 
 import argparse
@@ -171,7 +171,7 @@ def build_model(path):
 
 def kind_of(config):
     """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
-    kind = getattr(config, "family", "") + config.attn
+    kind = getattr(config, "family", "") + config.attn    # the family of a FAN is "fan "
     if not config.rpc_layers:
         return kind
     everywhere = len(config.rpc_layers) == config.depth
@@ -214,7 +214,7 @@ def load_model(path, size, device):
             net = load_timm(checkpoint)
         name = kind_of(net.config) + (f", seed {trained['seed']}" if trained
                                       else f", {Path(path).stem}")
-        # The settings that are not ViTConfig's defaults, in the form of a stored row: see KEY.
+        # The settings that are not ViTConfig's defaults, as JSON returns them: KEY compares rows.
         usual = vars(ViTConfig()) | ViTConfig().pap
         config = {k: v for k, v in (vars(net.config) | net.config.pap).items()
                   if k != "pap" and v != usual.get(k)}
@@ -256,7 +256,7 @@ def load_data(args, models, device):
             logits = robust.forward(m.net, ramp.view(2, 3, first.size, first.size)).float().cpu()
         check_logits(logits)                              # InputError for probabilities
         counts.append(logits.shape[1])
-        if "build" in m.about["model_config"]:            # other code or settings: another model
+        if "build" in m.about["model_config"]:            # what it computes: it may import files
             answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
             m.about["model_config"]["answer"] = f"{answer.item():.4g}"
 
@@ -313,7 +313,7 @@ def batches(data, index, args, label=""):
         parts = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in parts)
     else:
-        keys = [[(i, i) for i in part.tolist()] for part in parts]    # the image number, twice
+        keys = [[(i, i) for i in part.tolist()] for part in parts]    # to return, to load
         loaded = image_batches(data, keys, args.num_workers, device)
     for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
@@ -414,8 +414,8 @@ class Normalized(torch.nn.Module):
 def attack_as_paper(net, x, attack, clip, index):
     """Attack under the conditions of --preset paper; return the attacked pixels.
 
-    The attack changes normalised images, clipped to [0, 1] or not at all. The class to leave is the
-    network's own prediction for the clean image. net: a ViT or FAN, which has .mean and .std.
+    The attack changes normalised images z, clipped to [0, 1] or not at all. The class to leave is
+    the network's own prediction for z. net: a ViT or FAN, which has .mean and .std.
     """
     normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
@@ -473,7 +473,7 @@ def outliers(m, tree, index, args, val):
     """Measure the AUPR with which low confidence separates ImageNet-O from images of val/.
 
     The confidence is the largest probability among ImageNet-O's classes. The images of val/ belong
-    to these classes; `inside` is their number. chance: the AUPR of a random guess.
+    to these classes; the field `inside` is their number. chance: the AUPR of a random guess.
     """
     columns = tree.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
@@ -518,20 +518,22 @@ def mean_rows(rows):
     """Yield one row per model with all 15 types of ImageNet-C: the mean over these types.
 
     On ImageNet at all five severities, the row also has mce, the mean error relative to AlexNet,
-    which has 100 %.
+    which has 100 %. There is no mean if a type has several rows, for example of other copies.
     """
-    groups = {}                                           # {key without the type: {type: row}}
+    groups = {}                                           # {key without the type: {type: rows}}
     for row in rows:
         if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
             shared = row["settings"] | dict(type="mean")
             shared.pop("frost", None)
-            if "released" in shared:                      # the fingerprint of a --corrupted_dir
-                shared["released"] = True
+            if "released" in shared:                      # the fingerprint of the type's copies in
+                shared["released"] = True                 # --corrupted_dir differs per type
             mean_row = row | dict(settings=shared)
-            groups.setdefault(row_key(mean_row), {})[row["settings"]["type"]] = mean_row
+            types = groups.setdefault(row_key(mean_row), {})
+            types.setdefault(row["settings"]["type"], []).append(mean_row)
     for types in groups.values():
-        if len(types) == len(NAMES):
-            row = types["fog"]                            # the 15 rows differ in their numbers only
+        if len(types) == len(NAMES) and all(len(found) == 1 for found in types.values()):
+            types = {name: found[0] for name, found in types.items()}
+            row = types["fog"]                            # any type: its numbers are replaced below
             mean = {field: float(np.mean([np.mean(types[name][field]) for name in NAMES]))
                     for field in ("top1", "top5") if field in row}
             if row["data"] == "imagenet" and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
@@ -569,7 +571,8 @@ def rows_table(rows):
 
     A number for several severities is their mean.
     """
-    rows = [*rows, *mean_rows(rows), *worst_cases(rows)]
+    rows = [*{row_key(row): row for row in rows}.values()]
+    rows += [*mean_rows(rows), *worst_cases(rows)]
     columns = {row_key(row, MODEL): row for row in rows}
     names = [row["model"] for row in columns.values()]
     header = [f"{row['model']}, {row['checkpoint']}" if names.count(row["model"]) > 1
@@ -584,10 +587,10 @@ def rows_table(rows):
             key = f"{text}, {field}", row["images"], row.get("fingerprint")
             line = lines.setdefault(key, {})
             line[row_key(row, MODEL)] = f"{np.mean(row[field]):.2f}"
-    alike = Counter(key[:2] for key in lines)             # with other images: name their data
-    body = [[f"{text}, data {data}" if alike[text, images] > 1 else text, images,
+    alike = Counter(key[:2] for key in lines)             # lines that differ in their fingerprint
+    body = [[f"{text}, data {fingerprint}" if alike[text, images] > 1 else text, images,
              *(cells.get(model, "") for model in columns)]
-            for (text, images, data), cells in lines.items()]
+            for (text, images, fingerprint), cells in lines.items()]
     return common.table(body, ["measure, in per cent", "images", *header])
 
 
@@ -610,7 +613,7 @@ def plan(args, data, size):
         if name == "clean":
             yield name, {}, data, clean
         elif name == "corruptions" or name in CORRUPTIONS:
-            for kind in NAMES if name == "corruptions" else [name]:
+            for kind in NAMES if name == "corruptions" else [name]:     # NAMES: ImageNet-C's 15
                 settings = dict(type=kind, severities=args.severities)
                 if args.corrupted_dir:                    # other files are another row
                     folders = [open_folder(Path(args.corrupted_dir, kind, str(severity)),

@@ -54,6 +54,7 @@ def get_args():
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
+    # The recipe of --data, in data/datasets.py, gives or replaces defaults of all groups.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="choose the data set, whose recipe sets the defaults of "
          "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
@@ -68,7 +69,6 @@ def get_args():
          help="decode ImageNet with this many processes per GPU (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    # The recipe of --data, in data/datasets.py, gives or replaces a default.
     flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
          "or of a FAN (fully attentional network) (default: %(default)s)")
     flag("--image_size", type=int, help="side of an image in pixels (default: %(default)s)")
@@ -87,7 +87,7 @@ def get_args():
     flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
          "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
     flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch (default; a ViT's) or like DeiT (trunc_normal; a FAN's)")
+         "PyTorch (default) or like DeiT (trunc_normal); without the flag, a ViT like PyTorch")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
          "--patch_size; a head for other classes is new")
 
@@ -413,7 +413,7 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])     # never tested by eval_robust.py
+                         seen=[*train.hashes, *val.hashes])     # your own images: never tested
             if better:
                 common.save(out_dir / "best.pt", state)
             common.save(out_dir / "last.pt", state)

@@ -60,7 +60,7 @@ def folder(split, args):
         if not found & seen:
             images.append(central_square(image, args.image_size, args.crop))
             labels.append(label)
-            hashes += found
+            hashes += sorted(found)
     if not images:
         raise InputError(f"--data_dir {args.data_dir}: no image can be read, or the network was "
                          f"trained on all of them")

@@ -205,7 +205,7 @@ def own_folder(root, parts, classes=None, seen=()):
         files = [pair for pair in files if not marked[pair] & seen]
         if not files:
             raise InputError(f"--data_dir {root}: the network was trained on all images")
-        hashes = [name for pair in files for name in marked[pair]]
+        hashes = [name for pair in files for name in sorted(marked[pair])]
         trees.append(SegTree(files, names, last=1 if binary else IGNORE, hashes=hashes))
     return trees
 

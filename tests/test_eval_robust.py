@@ -193,7 +193,7 @@ def test_rows_without_a_sparse_part_are_reused(tmp_path):
     assert row["model_config"]["lambd"] == "inf"
 
 
-def test_a_model_with_an_edited_import_is_another_row(few_scenes, tmp_path):
+def test_an_edited_import_makes_another_row(few_scenes, tmp_path):
     (tmp_path / "m.py").write_text(
         "import runpy\nfrom pathlib import Path\ndef build():\n    return "
         "runpy.run_path(Path(__file__).with_name('net.py'))['net']\n")
@@ -322,13 +322,16 @@ def test_worst_case_is_taken_image_by_image():
 def test_mean_of_corruptions_needs_all_types():
     """Released files have another fingerprint per type."""
     rows = [dict(weights="w", model_config={}, size=224, data="imagenet", name="corruptions",
-                 top1=[top1] * 5, top5=[i] * 5, settings=dict(
-                     type=name, severities=[1, 2, 3, 4, 5], released=name))
+                 model="m", checkpoint="m.pt", images=5, seed=0, top1=[top1] * 5, top5=[i] * 5,
+                 settings=dict(type=name, severities=[1, 2, 3, 4, 5], released=name))
             for i, (name, top1) in enumerate(TABLE_4.items())]
     mean, = eval_robust.mean_rows(rows)
     assert mean["mce"] == pytest.approx(74.75, abs=0.02) and mean["top5"] == 7
     assert mean["top1"] == pytest.approx(np.mean([*TABLE_4.values()]))
     assert not list(eval_robust.mean_rows(rows[1:]))
+    assert "type=mean" in rows_table(rows + rows)                   # the same rows twice
+    again = rows[0] | dict(settings=rows[0]["settings"] | dict(released="other copies"))
+    assert not list(eval_robust.mean_rows([*rows, again]))
 
 
 def test_class_order_is_printed_and_classes_must_agree(few_scenes, tmp_path):

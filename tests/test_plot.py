@@ -35,7 +35,7 @@ def test_curves_have_the_numbers_of_the_rows():
     assert curves["share of nonzero S"]["layer 0, PAP step 2"] == [(2, 0.25)]
 
 
-def test_a_curve_has_one_network_and_one_number_of_steps():
+def test_a_curve_has_one_network_and_steps():
     more = [row | dict(settings=row["settings"] | dict(steps=9)) for row in RESULTS[1:3]]
     curves = plot.budget_curves(RESULTS + more)
     assert curves.keys() == {"pgd steps=2", "pgd steps=9"}
