@@ -137,7 +137,9 @@ def load_data(args, device):
     """
     train = load_part("train", vars(args), device)
     if args.data == "folder":
-        val = load_part("val", vars(args), device)
+        val, parts = load_part("val", vars(args), device), part_folders(args.data_dir)
+        print0(f"test images, which only eval_robust.py uses: "
+               f"{parts.get('test') or parts.get('val') or 'a tenth of each class'}")
     elif args.holdout:                                  # a fixed random choice
         order = epoch_order(len(train.labels), 0, seed=0)
         val, train = (Split(train.images[part], train.labels[part], train.classes)

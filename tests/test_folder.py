@@ -137,7 +137,7 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     main("--data_dir photos --max_steps 3 --image_size 32 --batch_size 8 --epochs 1")
     out, run = capsys.readouterr().out, common.load("out/folder_symmetric/best.pt")
     assert "skipping: cannot read photos/owl/9.png" in out and "3 classes: cat, dog, owl" in out
-    assert run["classes"] == CLASSES
+    assert run["classes"] == CLASSES and "eval_robust.py uses: a tenth of each class" in out
     test = evaluated("photos", run["seen"], **run["args"])
     assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 58
 
