@@ -62,6 +62,11 @@ def bar(items, text, **how):
     return tqdm(items, text, disable=not is_first() or None, **how)     # None: only in a terminal
 
 
+def wide(x):
+    """Convert bf16 and float16 to float32; keep float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # --- flags ----------------------------------------------------------------------------------------
 
 def parse_flags(parser, recipes, default):

@@ -253,7 +253,7 @@ def load_data(args, models, device):
     counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=device)
     for m in models:
         with torch.no_grad():
-            logits = robust.forward(m.net, ramp.view(2, 3, first.size, first.size)).float().cpu()
+            logits = m.net(ramp.view(2, 3, first.size, first.size)).float().cpu()
         check_logits(logits)                              # InputError for probabilities
         counts.append(logits.shape[1])
         if "build" in m.about["model_config"]:            # what it computes: it may import files
@@ -333,7 +333,7 @@ def correct(logits, labels):
 @torch.no_grad()
 def score(net, x, labels):
     """Return `correct` of a network for images x in [0, 1]."""
-    return correct(robust.forward(net, x).float(), labels)
+    return correct(net(x).float(), labels)
 
 
 def all_sum(t):
@@ -420,7 +420,7 @@ def attack_as_paper(net, x, attack, clip, index):
     normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
     with torch.no_grad():
-        predicted = robust.forward(normalized, z).argmax(1)
+        predicted = normalized(z).argmax(1)
     adv = attack(normalized, z, predicted, index=index, clip=clip)
     return adv * net.std + net.mean
 
@@ -457,7 +457,7 @@ def logits_of_classes(m, data, index, args, columns):
     """Return the logits for the classes `columns`, (n, len(columns)), in every process."""
     logits = torch.zeros(len(index), len(columns), device=args.process.device)
     for x, _, _, place in batches(data, index, args, Path(data.folder).name):
-        logits[place] = robust.forward(m.net, x).float()[:, columns]
+        logits[place] = m.net(x).float()[:, columns]
     return all_sum(logits)
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
                        layer_attention)
-from common import InputError
+from common import InputError, wide
 
 LM_SIZES = {
     # trains in minutes on a CPU
@@ -267,8 +267,3 @@ def chunked_nll(h, W, b, t):
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)
     return torch.cat([checkpoint(nll, *rows, use_reentrant=False, preserve_rng_state=False)
                       for rows in zip(h.split(size), t.split(size))])
-
-
-def wide(x):
-    """Convert bf16 and float16 to float32; keep float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from attention import LAYER_PATTERNS, SelfAttention, check_choice, layer_attention
-from common import InputError, bar
+from attention import SelfAttention, check_choice, layer_attention
+from common import InputError, bar, load, wide
 from data.masks import IGNORE, resize, resized
-from vit import Block, Mlp, ViT, ViTConfig, resize_pos_embed
+from vit import (Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint, load_timm,
+                 resize_pos_embed)
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Segmenter(nn.Module):
         x = encoder.norm(x)                                         # (B, N, C)
         x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
         x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: faster loss
-        return x.to(torch.promote_types(x.dtype, torch.float32))
+        return wide(x)
 
     def forward(self, images):
         P, masks = self.config.patch_size, self.masks(images)
@@ -311,17 +312,19 @@ def segmenter_from_checkpoint(checkpoint):
     return model.eval()
 
 
-def backbone_settings(config):
-    """Return the settings of SegmenterConfig with which the encoder fits a classifier's ViT."""
-    names = ["embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "attn"]
-    if config.attn in LAYER_PATTERNS:
-        names += ["rpc_layers", "pap"]
-    return {name: getattr(config, name) for name in names}
+def load_encoder(model, path):
+    """Load the weights of a classifier, a ViT, except its head, into a Segmenter's encoder.
 
-
-def load_encoder(model, classifier):
-    """Copy the weights of a classifier's ViT, except its head, into a Segmenter's encoder."""
-    state, side = classifier.state_dict(), model.config.image_size // model.config.patch_size
+    path: a checkpoint of train_cls.py, or a file with timm's names. InputError if the attentions
+    differ, because the weights would fit without an error.
+    """
+    checkpoint = load(path)
+    vit = (classifier_from_checkpoint if "task" in checkpoint else load_timm)(checkpoint)
+    own, there = ({name: getattr(c, name) for name in ("attn", "rpc_layers", "pap")}
+                  for c in (model.config, vit.config))
+    if own != there:
+        raise InputError(f"the attention of {path} is {there}, and the flags select {own}")
+    state, side = vit.state_dict(), model.config.image_size // model.config.patch_size
     state = {name: w for name, w in state.items() if not name.startswith("head.")}
     if state["pos_embed"].shape[1] != 1 + side * side:
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], (side, side), "bilinear")

@@ -20,12 +20,6 @@ def check_mode(model):
         raise ValueError("the model is in train mode: call model.eval() before attacking it")
 
 
-def forward(model, images):
-    """Return model(images) in float32 or wider, which losses and margins need."""
-    logits = model(images)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))    # float64 stays float64
-
-
 def attack_batch(model, images, labels, attack, **index):
     """Attack the images of one batch that the model classifies correctly; return all images.
 
@@ -34,7 +28,7 @@ def attack_batch(model, images, labels, attack, **index):
     """
     adv = images.clone()
     with torch.no_grad():
-        rows = (forward(model, images).argmax(1) == labels).nonzero()[:, 0]
+        rows = (model(images).argmax(1) == labels).nonzero()[:, 0]
     if len(rows):
         keywords = {name: numbers[rows] for name, numbers in index.items()}
         adv[rows] = attack(model, images[rows], labels[rows], **keywords).detach()
@@ -62,7 +56,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         x, y = images[part], labels[part]
         numbers = {} if index is None else dict(index=index[part])
         with torch.no_grad():
-            logits = forward(model, x)
+            logits = model(x)
         if labels.shape != images.shape[:1] or not 0 <= y.min() <= y.max() < logits.shape[1]:
             raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to {y.max()}, "
                              f"expected ({len(images)},) from 0 to {logits.shape[1] - 1}")
@@ -70,6 +64,6 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         for name, attack in attacks.items():
             adv = attack_batch(model, x, y, attack, **numbers)
             with torch.no_grad():
-                right[name].append(forward(model, adv).argmax(1) == y)
+                right[name].append(model(adv).argmax(1) == y)
     right = {name: torch.cat(parts).cpu() for name, parts in right.items()}
     return right | {"worst": torch.stack(list(right.values())).all(0)}

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from attention import every_pap, soft_threshold
-from robust import check_mode, forward
+from common import wide
+from robust import check_mode
 from robust.attacks import image_numbers, margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
@@ -88,14 +89,14 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     if not pap_steps(model, images):
         return adv
     eps, index = per_image(images, eps), image_numbers(images, index)
-    left = margin(forward(model, adv), labels)
+    left = margin(wide(model(adv)), labels)
     for slope in (1.0, 0.0):
         rows = (left >= 0).nonzero()[:, 0]
         if not len(rows):
             break
         tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows],
                     index=index[rows], **settings)
-        m = margin(forward(model, tried), labels[rows])
+        m = margin(wide(model(tried)), labels[rows])
         nearer = m < left[rows]
         adv[rows[nearer]] = tried[nearer]
         left[rows[nearer]] = m[nearer]

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 
 from attention import soft_threshold
-from common import InputError
+from common import InputError, wide
 from data.rng import NOISE, SIGNS, START, uniform
-from robust import check_mode, forward
+from robust import check_mode
 
 # --- shared by all attacks -----------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ def input_gradient(loss, model, images, labels):
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = forward(model, images)
+        logits = wide(model(images))
         losses = loss(logits, labels)
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
@@ -132,7 +132,7 @@ def check_logits(logits):
 def clean_logits(model, images, eps=0.0, clip=True):
     """Return the logits of the clean images, (B, classes), after all checks of this section."""
     check_inputs(model, images, eps, clip)
-    logits = forward(model, images)
+    logits = wide(model(images))
     check_logits(logits)
     return logits
 
@@ -188,7 +188,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
         new_seed = (seed + 1_000_003 * run) % 2 ** 31
         tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
                        index=index[rows], **settings)
-        fooled = forward(model, tried).argmax(1) != labels[rows]
+        fooled = model(tried).argmax(1) != labels[rows]
         adv[rows[fooled]] = tried[fooled]
         rows = rows[~fooled]
         if not len(rows):
@@ -231,7 +231,7 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
         v = 2 * bits.to(centre.dtype) - 1
         step = delta * v.unflatten(2, centre.shape[1:])                     # (b, r, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
-        logits = forward(model, probes.flatten(0, 2))
+        logits = wide(model(probes.flatten(0, 2)))
         m = margin(logits, labels.repeat_interleave(2 * r)).view(-1, 2, r)
         grad += (((m[:, :1] - m[:, 1:]) / (2 * delta)) @ v)[:, 0]           # (b, 1, r) @ (b, r, D)
     return grad.view_as(centre) / pairs
@@ -270,7 +270,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
         grad = torch.cat([spsa_gradient(model, *part, pairs, seed, SIGNS, t) for part in parts])
         s.x = (s.x - adam(grad, s.m, s.v, t, 0.01)).clamp(s.low, s.high)
         adv[s.row] = s.x
-        fooled = margin(forward(model, s.x), s.labels) < 0
+        fooled = margin(wide(model(s.x)), s.labels) < 0
     return adv
 
 

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import torch
 
-from common import InputError, print0
+from common import InputError, print0, wide
 from data.rng import APGD, SQUARE, uniform
-from robust import forward
 from robust.attacks import (bounds, clean_logits, column, cross_entropy, image_numbers,
                             input_gradient, margin, noise_like, per_image, select_rows)
 
@@ -132,7 +131,7 @@ def evaluate_point(s, model, source, objective):
         objective = partial(targeted_dlr, targets=s.targets)
     logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
     if source is not model:
-        logits = forward(model, s.x)
+        logits = wide(model(s.x))
         s.loss = objective(logits, s.labels)
     s.fooled = logits.argmax(1) != s.labels
 
@@ -164,7 +163,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
             break
         adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps,
                        surrogates=surrogates, clip=clip, seed=seed, draw=k, index=index[on])
-        robust[on] = forward(model, adv[on]).argmax(1) == labels[on]
+        robust[on] = model(adv[on]).argmax(1) == labels[on]
     return adv
 
 
@@ -237,7 +236,7 @@ def fab_step(s, model, targets, low, high):
 
     # Keep the nearest point that fools the model. If the new point fools the model, continue from
     # a point a tenth of the way back to x0; otherwise continue from the new point.
-    fooled = forward(model, x).argmax(1) != s.labels
+    fooled = model(x).argmax(1) != s.labels
     away = linf_norm(x - s.x0)
     nearer = fooled & (away < s.distance)
     s.adv = torch.where(column(nearer), x, s.adv)
@@ -265,7 +264,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     s = select_rows(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
-    s.margin = margin(forward(model, s.best), s.labels)
+    s.margin = margin(wide(model(s.best)), s.labels)
     for query in range(queries):
         if query % 50 == 0:
             s = leave(s, adv)
@@ -277,7 +276,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
         inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
-        m = margin(forward(model, candidate), s.labels)
+        m = margin(wide(model(candidate)), s.labels)
         better = column(m < s.margin).to(eps.dtype)
         s.best = torch.lerp(s.best, candidate, better)          # exact at weights 0 and 1
         s.margin = torch.minimum(m, s.margin)
@@ -331,7 +330,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
         if len(on):
             adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
                              clip=clip, seed=seed)
-            robust[on] = forward(model, adv[on]).argmax(1) == labels[on]
+            robust[on] = model(adv[on]).argmax(1) == labels[on]
         counts.append(f"{stage} {int(robust.sum())}")
     print0(f"AutoAttack, still robust of {len(images)}: {', '.join(counts)}")
     return adv

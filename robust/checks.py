@@ -14,7 +14,6 @@ from functools import partial
 import common
 import torch
 
-from robust import forward
 from robust.adaptive import adaptive_apgd, pap_steps
 from robust.attacks import cross_entropy, cw, input_gradient, noise, pgd, restarted, spsa
 from robust.autoattack import apgd, apgd_t, square
@@ -24,7 +23,7 @@ FEW = 32                                        # images for slow attacks
 
 
 def is_right(model, images, labels):
-    return forward(model, images).argmax(1) == labels
+    return model(images).argmax(1) == labels
 
 
 def percent(*flags):
@@ -41,10 +40,10 @@ def slack(labels):
 
 def gradients(model, x, y):
     """Check 1: logits repeat, every image has a gradient, and the mean loss rises along it."""
-    calls = torch.stack([forward(model, x) for _ in range(5)])
+    calls = torch.stack([common.wide(model(x)) for _ in range(5)])
     _, _, grad = input_gradient(cross_entropy, model, x, y)
     zero = (grad == 0).flatten(1)
-    loss = [cross_entropy(forward(model, x + t / 255 * grad.sign()), y).mean().item()
+    loss = [cross_entropy(common.wide(model(x + t / 255 * grad.sign())), y).mean().item()
             for t in (0, 0.25, 0.5, 1)]
     probable = (calls >= 0).all() and ((calls.sum(2) - 1).abs() < 1e-5).all()
     parts = {"the same logits again": bool((calls - calls[0]).abs().max() <= 1e-4),
@@ -74,7 +73,7 @@ def rivals(model, x, y, eps, others):
     """
     x, y = x[:FEW], y[:FEW]
     attacks = [pgd, apgd]
-    if forward(model, x[:1]).shape[1] > 3:                      # APGD-T needs four classes
+    if model(x[:1]).shape[1] > 3:                               # APGD-T needs four classes
         attacks.append(partial(apgd_t, num_targets=3))
     direct = torch.stack([is_right(model, f(model, x, y, eps), y) for f in attacks]).all(0)
     left = {name: is_right(model, f(model, x, y, eps), y) for name, f in others.items()}
