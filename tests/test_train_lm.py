@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import attention
 import common
 import train_lm
 from data import text as data_text
-from lm import lm_from_checkpoint
-from runs import call, log, make_text, refused
+from data.rng import DROPOUT, seed_from
+from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
+from runs import call, log, make_text, refused, rows
 
 SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
          "--eval_every 100").split()
@@ -61,6 +63,35 @@ def test_the_learning_rate_is_lmtools_after_warmup(golden):
     theirs = a["lr_used_at_update"].numpy()
     np.testing.assert_allclose(ours[warmup:], theirs[warmup:], rtol=1e-9)
     assert np.abs(ours - theirs)[1:warmup].max() < lr / warmup and theirs[0] == lr
+
+
+def test_a_run_equals_a_plain_loop(monkeypatch):
+    """Compare only the first steps, because training amplifies rounding (1e-7 per step)."""
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
+    train("--data wikitext --data_dir text --model mini --context 12 --attn rpc --rpc_layers 0,2 "
+          "--n_iter 3 --lambd 0.3 --form paper --mu_over token --dropout 0.2 --cutoffs 6,15 --words"
+          " 0 --steps 20 --batch_size 6 --lr 5e-3 --clip 0.3 --seed 5 --max_steps 6 --out_dir a")
+    corpus = data_text.load_corpus("text")
+    torch.manual_seed(5)
+    model = LM(LMConfig(len(corpus.vocab), **{**LM_SIZES["mini"], "context": 12}, attn="rpc",
+                        rpc_layers=(0, 2), dropout=0.2, cutoffs=(6, 15),
+                        pap=dict(n_iter=3, lambd=0.3, form="paper", mu_over="token")))
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, row in enumerate(row for row in rows("a") if "loss" in row):
+        optimizer.param_groups[0]["lr"] = row["lr"]
+        windows = data_text.random_windows(corpus.train, step, 6, 12, 5)
+        torch.manual_seed(seed_from(5, DROPOUT, step, 0))                       # dropout masks
+        log_probs = model.log_probs(model.hidden(windows[:, :-1]))
+        loss = -log_probs.gather(2, windows[:, 1:, None]).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (row["loss"], row["grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3)
+    assert step == 5
+    ours, theirs = ([state["exp_avg"].norm().item() for state in states.values()] for states in
+                    (common.load("a")["optimizer"]["state"], optimizer.state))
+    assert ours == pytest.approx(theirs, rel=1e-2)              # Adam's updates hide the clipping
 
 
 # --- samples of a checkpoint ----------------------------------------------------------------------
