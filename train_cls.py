@@ -12,8 +12,8 @@ Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
 - The learning rate follows a schedule. In the released code, the schedule is commented out.
 - Mixed precision uses bf16 instead of fp16.
-- Mixup and CutMix mix images 2i and 2i + 1 of a batch, and all processes use the same lambda. The
-  released code mixes the batch with the reversed batch.
+- Mixup and CutMix mix an image with the one before it in its process's part of the batch, and all
+  processes use the same lambda. The released code mixes the batch with the reversed batch.
 
 Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
 sample). docs/data.md describes GPUs and several processes.
@@ -56,72 +56,71 @@ def get_args():
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     # The recipe of --data, in data/datasets.py, gives or replaces defaults of all groups.
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="choose the data set, whose recipe sets the defaults of "
-         "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
-    flag("--data_dir", help="read images from this folder, which contains <class>/*.jpg, or "
-         "train/<class>/*.jpg and val/<class>/*.jpg; docs/data.md shows all layouts")
+    flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other flags "
+         "(default: folder, your own images, if --data_dir is given, else shapes)")
+    flag("--data_dir", help="folder with <class>/*.jpg, or train/<class>/*.jpg and "
+         "val/<class>/*.jpg; docs/data.md shows all layouts")
     flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
-    flag("--num_images", type=int, default=16000, help="render this many training images "
-         "(default: %(default)s)")
+    flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
     flag("--holdout", type=int, default=0, help="hold out this many training images, and evaluate "
          "on them instead of the test images; of your own images, a tenth is always held out")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
-         help="decode ImageNet with this many processes per GPU (default: %(default)s)")
+         help="processes per GPU that decode ImageNet (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="choose the size of a ViT, "
-         "or of a FAN (fully attentional network) (default: %(default)s)")
-    flag("--image_size", type=int, help="side of an image in pixels (default: %(default)s)")
-    flag("--patch_size", type=int, help="side of a patch in pixels (default: %(default)s)")
+    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="size of a ViT, or of a FAN "
+         "(fully attentional network)")
+    flag("--image_size", type=int, help="side of an image in pixels")
+    flag("--patch_size", type=int, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
-    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="choose an attention; "
-         "rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
-    flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
-         "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
-    flag("--n_iter", type=int, default=4, help="run this many steps of PAP, the algorithm in "
-         "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; the paper uses 4 for layer 0, "
-         "and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
-         "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
-    flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
-         "last block, and at smaller rates in earlier blocks (FAN: at this rate in all blocks)")
-    flag("--init", choices=["default", "trunc_normal"], help="initialise Linear layers like "
-         "PyTorch (default) or like DeiT (trunc_normal); without the flag, a ViT like PyTorch")
+    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc",
+         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
+         "layer 0 is the first (default: 0)")
+    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
+         "paper takes 4 to 6 in layer 0, and 2 in all layers (default: 4)")
+    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper takes 4 in layer 0, and "
+         "3 in all layers; with inf S stays 0 (default: 4)")
+    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
+         "printed paper, or as in the paper with ADMM's sign (default: released)")
+    flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
+         "in the last block; smaller in earlier blocks; in a FAN equal in all (default: 0)")
+    flag("--init", choices=["default", "trunc_normal"], help="initial weights of Linear layers, as "
+         "in PyTorch or as in DeiT (default: default; for a FAN trunc_normal)")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
          "--patch_size; a head for other classes is new")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=int, help="train for this many epochs, the length of the schedule "
-         "(default: %(default)s; for your own images 1.8 sqrt(images), at least 8)")
-    flag("--batch_size", type=int, help="images per step of all processes (default: %(default)s)")
-    flag("--lr", type=float, help="highest rate (default: %(default)s); DeiT: 5e-4 per 512 images")
-    flag("--warmup_epochs", type=float, default=1, help="epochs of warm-up (default: %(default)s)")
-    flag("--weight_decay", type=float, default=0.05, help="of matrices (default: %(default)s)")
-    flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (0: no clipping)")
+    flag("--epochs", type=int, help="length of the training and of its schedule (default for your "
+         "own images: 1.8 sqrt(images), at least 8)")
+    flag("--batch_size", type=int, help="images per step of all processes")
+    flag("--lr", type=float, help="highest learning rate; DeiT: 5e-4 per 512 images")
+    flag("--warmup_epochs", type=float, default=1, help="epochs of warm-up (default: 1)")
+    flag("--weight_decay", type=float, default=0.05, help="of matrices (default: 0.05)")
+    flag("--clip", type=float, default=1.0, help="largest gradient norm; 0: any (default: 1)")
     flag("--adv_eps", type=lambda text: float(Fraction(text)), default=0.0, help="train on "
          "adversarial images, whose pixels change by up to this, for example 2/255")
-    flag("--adv_steps", type=int, default=3, help="run this many PGD steps per adversarial image")
+    flag("--adv_steps", type=int, default=3, help="PGD steps per adversarial image (default: 3)")
 
-    flag = p.add_argument_group("augmentation").add_argument
+    flag = p.add_argument_group("augmentation, of which the default is none").add_argument
     flag("--pad", type=int, default=0, help="shift images by up to this many pixels")
     flag("--num_ops", type=int, default=0, help="apply this many RandAugment operations")
     flag("--erase", type=float, default=0.0, help="erase a rectangle with this probability")
-    flag("--mixup", type=float, default=0.0, help="turn on Mixup with this alpha")
-    flag("--cutmix", type=float, default=0.0, help="turn on CutMix with this alpha")
-    flag("--smoothing", type=float, default=0.1, help="spread this share of each label over all "
-         "classes (default: %(default)s)")
+    flag("--mixup", type=float, default=0.0, help="alpha of Mixup")
+    flag("--cutmix", type=float, default=0.0, help="alpha of CutMix")
+    flag("--smoothing", type=float, default=0.1, help="share of each label that is spread over all "
+         "classes (default: 0.1)")
     flag("--repeats", type=int, default=1, help="draw 1/REPEATS of the images per epoch, and use "
          "each drawn image REPEATS times; the number of steps stays the same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
-    flag("--device", help="run on cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
+    flag("--seed", type=int, default=0, help="seed of weights, order and augmentation (default: 0)")
+    flag("--device", help="cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, default=1, help="evaluate every EVAL_EVERY epochs")
+    flag("--eval_every", type=int, default=1, help="epochs between evaluations (default: 1)")
     flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
-    flag("--out_dir", help="write into this folder (default: out/<data>_<attn>)")
+    flag("--out_dir", help="folder of the run (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
@@ -198,7 +197,7 @@ def train_batches(source, args, start, stop, device, rank, world):
         for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):
             if args.mixup or args.cutmix:               # (seed, step) determines lambda
                 step = position[0].item() // args.batch_size
-                x, y = mix(x, y, (args.seed, step), args.mixup, args.cutmix)
+                x, y = mix(x, y, args.seed, step, args.mixup, args.cutmix)
             yield x, y, position
 
 
@@ -275,9 +274,11 @@ def main():
     if args.batch_size > len(train.labels):
         raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
                          f"training images")
-    if (args.mixup or args.cutmix) and args.repeats > 1 and 2 * args.repeats > args.batch_size:
-        raise InputError(f"--batch_size {args.batch_size}: with --repeats {args.repeats}, an image "
-                         f"would be mixed with its own copy; choose {2 * args.repeats} or more")
+    if args.mixup or args.cutmix:                       # in all batches as in the first `repeats`
+        for _, index in batch_pairs(args, len(train.labels), 0, args.repeats, rank, world):
+            if (index == index.roll(1)).any():
+                raise InputError(f"--batch_size {args.batch_size}: an image would be mixed with "
+                                 f"itself or with a copy; choose a larger batch")
     epoch_steps = len(train.labels) // args.batch_size              # only whole batches
     if args.epochs is None:                             # your own images: longer runs overfit
         args.epochs = max(8, round(1.8 * len(train.labels) ** 0.5))

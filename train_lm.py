@@ -71,62 +71,62 @@ def get_args():
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
-         "other flags (default: folder, your own text, if --data_dir is given, else pydoc)")
-    flag("--data_dir", help="read this text file, or wiki.train.tokens, wiki.valid.tokens and "
-         "wiki.test.tokens of this folder; docs/data.md shows all layouts")
+    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
+         "(default: folder, your own text, if --data_dir is given, else pydoc)")
+    flag("--data_dir", help="a text file, or a folder with wiki.train.tokens, wiki.valid.tokens "
+         "and wiki.test.tokens; docs/data.md shows all layouts")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=LM_SIZES, help="choose the size of the transformer")
-    flag("--context", type=int, help="use windows of this many tokens (default: set by --model)")
-    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
+    flag("--model", choices=LM_SIZES, help="size of the transformer")
+    flag("--context", type=int, help="tokens per window (default: set by --model)")
+    # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens.
     flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
-         help="choose an attention; rpc is RPC-Attention in --rpc_layers and symmetric elsewhere")
-    flag("--rpc_layers", default="0", help="use RPC-Attention in these layers, for example 0 or "
-         "0,1,2 or 0-3 or all; layer 0 is the first, which the paper calls layer1")
-    flag("--n_iter", type=int, default=4, help="run this many steps of PAP, the algorithm in "
-         "RPC-Attention; the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=float, default=4.0, help="set PAP's lambda; the paper uses 4 for layer 0, "
-         "and 3 for all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, default="released", help="run PAP like the released code "
-         "(released), like the printed paper (paper), or like the paper with ADMM's sign (admm)")
+         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
+         "layer 0 is the first (default: 0)")
+    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
+         "paper takes 4 to 6 in layer 0, and 2 in all layers (default: 4)")
+    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper takes 4 in layer 0, and "
+         "3 in all layers; with inf S stays 0 (default: 4)")
+    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
+         "printed paper, or as in the paper with ADMM's sign (default: released)")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
          "token t from tokens 0 to t (seen), from token t alone (token), or from the whole window "
-         "like the paper (all); with all, the model reads the future")
-    flag("--cutoffs", default="none", help="use an adaptive softmax, whose clusters of words start "
-         "at these ids, for example 20000,40000,200000; none uses the full softmax")
-    flag("--dropout", type=float, default=0.1, help="drop activations at this rate")
+         "like the paper (all); with all, the model reads the future (default: seen)")
+    flag("--cutoffs", default="none", help="adaptive softmax, whose clusters of words start at "
+         "these ids, for example 20000,40000,200000 (default: none, the full softmax)")
+    flag("--dropout", type=float, default=0.1, help="dropout rate (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=int, help="train for this many steps, the length of the schedule")
-    flag("--batch_size", type=int, help="use this many windows per step, over all processes")
-    flag("--lr", type=float, help="set Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=int, help="begin with this many steps of linear warm-up")
-    flag("--clip", type=float, default=0.25, help="clip the gradient to this norm (0: no clipping)")
+    flag("--steps", type=int, help="length of the training and of its schedule")
+    flag("--batch_size", type=int, help="windows per step of all processes")
+    flag("--lr", type=float, help="Adam's highest learning rate; there is no weight decay")
+    flag("--warmup", type=int, help="steps of linear warm-up")
+    flag("--clip", type=float, default=0.25, help="largest gradient norm; 0: any (default: 0.25)")
 
     flag = p.add_argument_group("evaluation").add_argument
     flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
          "run, instead of training: perplexity of the clean text, and after the word swap")
-    flag("--window", type=int, help="evaluate in windows of this many tokens (default: --context)")
-    flag("--stride", type=int, help="move the window by this many tokens (default: a quarter of "
-         "--window; the paper uses 1, which takes longest)")
+    flag("--window", type=int, help="tokens per window in the evaluation (default: --context)")
+    flag("--stride", type=int, help="tokens between windows (default: a quarter of --window; the "
+         "paper uses 1, which takes longest)")
     flag("--limit", type=int, help="evaluate on this many tokens (default: all)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
          "and continue --prompt instead of training")
-    flag("--words", type=int, default=40, help="sample this many words (0: none in training)")
+    flag("--words", type=int, default=40, help="length of the sample; 0: none in training")
     flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="draw weights, windows and samples from this seed")
-    flag("--device", help="run on cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
+    flag("--seed", type=int, default=0, help="seed of weights, windows and samples (default: 0)")
+    flag("--device", help="cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, help="evaluate and save every EVAL_EVERY steps")
+    flag("--eval_every", type=int, help="evaluate and save after this many steps")
     flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
-    flag("--out_dir", help="write into this folder (default: out/<data or text>_<attn>)")
+    flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")

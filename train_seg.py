@@ -2,7 +2,7 @@
 
     python train_seg.py                                   # RPC on rendered scenes
     python train_seg.py --attn symmetric                  # its baseline
-    python train_seg.py --model nano                      # from scratch, which takes far longer
+    python train_seg.py --backbone none                   # from scratch, which takes far longer
     python train_seg.py --data_dir masks                  # your own masks/images, masks/annotations
     python train_seg.py --data camvid --data_dir data/camvid
     torchrun --standalone --nproc_per_node=4 train_seg.py --data ade20k \\
@@ -14,6 +14,7 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Recipe: `rstr
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, a polynomial schedule, 64
 epochs of ADE20K. Differences from that code:
 - GPUs use bf16 (float32 with --no-amp).
+- torchvision distorts the colours; brightness is multiplied by 0.87 to 1.13, not shifted by 32.
 - A loss that is not finite stops the run.
 - The result is the network after the last epoch. For your own images, a tenth of the images
   chooses the best network, best.pt.
@@ -25,7 +26,6 @@ sample). docs/data.md describes GPUs and several processes.
 import argparse
 import math
 import os
-import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
@@ -40,12 +40,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.images import fingerprint, image_batches
-from data.masks import IGNORE, TrainingViews, finish_views, load_segmentation, save_pictures
+from data.masks import IGNORE, TrainingViews, finish_views, load_segmentation
 from data.rng import DROPOUT, epoch_order, seed_from
 from robust.corruptions import NAMES, corrupt
-from segmenter import (Segmenter, SegmenterConfig, backbone_settings, evaluate, load_encoder,
-                       predictions, segmenter_from_checkpoint)
-from vit import SIZES, classifier_from_checkpoint, load_timm
+from segmenter import (Segmenter, SegmenterConfig, evaluate, load_encoder,
+                       segmenter_from_checkpoint)
+from vit import SIZES
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
@@ -63,9 +63,6 @@ RECIPES = {
     "folder": dict(size=64, patch_size=8, batch_size=8, optimizer="adamw", eval_every=10,
                    attn="symmetric"),
 }
-# The encoder's flags without --backbone. The recipe and the command line override them.
-ENCODER = dict(model="nano", patch_size=16, attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0,
-               form="released")
 
 
 def get_args():
@@ -78,70 +75,71 @@ def get_args():
                                 allow_abbrev=False)
     boolean = argparse.BooleanOptionalAction                        # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="choose the data set, whose recipe sets the defaults of "
-         "other flags (default: folder, your own images, if --data_dir is given, else shapes)")
-    flag("--data_dir", help="read images/*.jpg and, with the same names, annotations/*.png, whose "
-         "pixel values are classes, from this folder; docs/data.md shows all layouts")
-    flag("--num_classes", type=int, help="expect this many classes (not for folder)")
-    flag("--num_images", type=int, default=16000, help="render this many training images")
+    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
+         "(default: folder, your own images, if --data_dir is given, else shapes)")
+    flag("--data_dir", help="folder with images/*.jpg and, with the same names, annotations/*.png, "
+         "whose pixel values are classes; docs/data.md shows all layouts")
+    flag("--num_classes", type=int, help="expected number of classes (not for folder)")
+    flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
     flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
-         help="decode images with this many processes per GPU")
+         help="processes per GPU that decode images (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="start from the encoder of this checkpoint, which determines the next "
-         "seven flags (default: weights/shapes_<attn>.pt for --data shapes, else none)")
-    flag("--model", choices=SIZES, help="choose the size of the encoder, a ViT")
-    flag("--patch_size", type=int, help="side of a patch in pixels")
-    # A layer pattern has one attention in --rpc_layers and another one in all other layers.
+    flag("--backbone", help="start from the weights of this classifier, which has the same model, "
+         "patches and attention; none: from random weights (default: none; for --data shapes "
+         "weights/shapes_<attn>.pt)")
+    flag("--model", choices=SIZES, default="nano", help="size of the encoder, a ViT")
+    flag("--patch_size", type=int, default=16, help="side of a patch in pixels")
+    # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens.
-    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), help="choose an "
-         "attention; rpc is RPC-Attention in --rpc_layers and symmetric attention elsewhere")
-    flag("--rpc_layers", help="use RPC-Attention in these layers, for example 0 or 0,1,2 or 0-3 or "
-         "all; layer 0 is the first, which the paper calls layer1")
-    flag("--n_iter", type=int, help="run this many steps of PAP, the algorithm in RPC-Attention; "
-         "the paper uses 4 to 6 for layer 0, and 2 for all layers")
-    flag("--lambd", type=float, help="set PAP's lambda; the paper uses 4 for layer 0, and 3 for "
-         "all layers; with inf the sparse part S stays 0")
-    flag("--form", choices=FORMS, help="run PAP like the released code (released), like the "
-         "printed paper (paper), or like the paper with ADMM's sign (admm)")
-    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="choose the attention of "
-         "the decoder; rpc is RPC-Attention in its first block (default: the encoder's attention)")
-    flag("--drop_path", type=float, default=0.0, help="skip residual branches at this rate in the "
-         "encoder's last block, and at smaller rates in earlier blocks")
-    flag("--dropout", type=float, default=0.1, help="drop activations of the decoder at this rate")
+    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
+         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
+         "layer 0 is the first (default: 0)")
+    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
+         "paper takes 4 to 6 in layer 0, and 2 in all layers (default: 4)")
+    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper takes 4 in layer 0, and "
+         "3 in all layers; with inf S stays 0 (default: 4)")
+    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
+         "printed paper, or as in the paper with ADMM's sign (default: released)")
+    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="attention of the "
+         "decoder; rpc is RPC-Attention in its first block (default: as in the encoder)")
+    flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
+         "in the encoder's last block; smaller in earlier blocks (default: 0)")
+    flag("--dropout", type=float, default=0.1, help="dropout rate of the decoder (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=int, help="train for this many epochs, the length of the schedule")
-    flag("--batch_size", type=int, help="use this many images per step, over all processes")
-    flag("--lr", type=float, default=2e-3, help="begin with this learning rate")
-    flag("--weight_decay", type=float, default=0.05, help="set the weight decay of matrices")
-    flag("--clip", type=float, default=1.0, help="clip the gradient to this norm (0: no clipping)")
+    flag("--epochs", type=int, help="length of the training and of its schedule")
+    flag("--batch_size", type=int, help="images per step of all processes")
+    flag("--lr", type=float, default=2e-3, help="first learning rate")
+    flag("--weight_decay", type=float, default=0.05, help="of matrices")
+    flag("--clip", type=float, default=1.0, help="largest gradient norm; 0: any")
 
     flag = p.add_argument_group("views").add_argument
     flag("--size", type=int, help="resize the short side of images to this many pixels, and "
          "train on square crops with this side, a multiple of --patch_size")
-    flag("--window", type=int, help="evaluate in square windows with this side (default: --size)")
-    flag("--stride", type=int, help="move the window by this many pixels (default: --window)")
+    flag("--window", type=int, help="side of the windows in an evaluation (default: --size)")
+    flag("--stride", type=int, help="pixels between windows (default: --window)")
 
     flag = p.add_argument_group("evaluation").add_argument
     flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
          "run, instead of training: on clean and on corrupted images")
-    flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="corrupt images at "
-         "these severities; without a number only clean images (default: 1 2 3 4 5)")
+    flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="severities of the "
+         "corruptions; without a number only clean images (default: 1 2 3 4 5)")
     flag("--scales", type=float, nargs="+", default=[1.0], help="average the probabilities of "
          "images that are resized by these factors (default: 1)")
     flag("--flip", action=boolean, default=False, help="average also over mirrored images")
     flag("--limit", type=int, help="number of test images (default: 320 corrupted scenes, or all)")
-    flag("--frost_dir", help="make frost from ImageNet-C's photographs in this folder")
+    flag("--frost_dir", help="folder with ImageNet-C's photographs of frost (default: synthetic)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="draw weights, order and augmentation from this seed")
-    flag("--device", help="run on cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="use bf16 autocast (default: on GPUs that support it)")
+    flag("--seed", type=int, default=0, help="seed of weights, order and augmentation (default: 0)")
+    flag("--device", help="cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, default=2, help="evaluate every EVAL_EVERY epochs")
+    flag("--eval_every", type=int, default=2, help="epochs between evaluations")
     flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
-    flag("--out_dir", help="write into this folder (default: out/seg_<data>_<attn or backbone>)")
+    flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
@@ -149,23 +147,11 @@ def get_args():
         args.out_dir = args.resume or args.out_dir
         return args, checkpoint
 
-    # A backbone determines the encoder, so the encoder's flags become None. Training on scenes
-    # starts from the backbone weights/shapes_<attn>.pt, because a small network learns little from
-    # scratch in minutes. With other flags of the encoder, training starts from scratch.
-    given = [name for name in ENCODER if f"--{name}" in {w.split("=")[0] for w in sys.argv}]
-    shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn or 'rpc'}.pt"
-    if args.backbone and given:
-        raise InputError(f"--backbone {args.backbone} determines the encoder; leave out "
-                         f"--{', --'.join(given)}")
-    if args.backbone:
-        vars(args).update(dict.fromkeys(ENCODER))
-    elif args.data == "shapes" and given in ([], ["attn"]) and shipped.exists():
-        args.backbone, attn = os.path.relpath(shipped), args.attn or "rpc"
-        vars(args).update(dict.fromkeys(ENCODER), attn=attn)
-    else:
-        vars(args).update({k: v for k, v in ENCODER.items() if getattr(args, k) is None})
-    args.out_dir = common.new_run(args.out_dir
-                                  or f"out/seg_{args.data}_{args.attn or 'backbone'}")
+    # Scenes start from a classifier, because a small network learns little from scratch in minutes.
+    if args.data == "shapes" and not args.backbone:
+        shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"
+        args.backbone = os.path.relpath(shipped)
+    args.out_dir = common.new_run(args.out_dir or f"out/seg_{args.data}_{args.attn}")
     return args, checkpoint
 
 
@@ -203,10 +189,7 @@ def train_batches(views, args, start, stop, mean, rank, world):
         place = position[0] % n % args.batch_size               # of the first sample in the batch
         if place != rank:                                       # it belongs to another process
             labels.fill_(IGNORE)
-        # Distort colours, convert to float and fill the border.
-        images = finish_views(images, height, width, position, args.seed, mean,
-                              distorted=args.data != "shapes")
-        yield images, labels.long()
+        yield finish_views(images, height, width, mean), labels.long()
 
 
 # --- the run --------------------------------------------------------------------------------------
@@ -286,36 +269,26 @@ def main():
     split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
-    scales = (1.0, 1.0) if args.data == "shapes" else (0.5, 2.0)    # scenes keep their size
-    views = TrainingViews(train, args.size, scales, args.seed)
+    distorted = args.data != "shapes"                   # scenes keep their size and colours
+    scales = (0.5, 2.0) if distorted else (1.0, 1.0)
+    views = TrainingViews(train, args.size, scales, args.seed, distorted)
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
     epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
     if args.epochs is None:                             # your own images: about 3,000 steps
         args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
     total = args.epochs * epoch_steps
 
-    # Model. With --resume, the checkpoint describes the model. Otherwise the backbone describes the
-    # encoder, if there is one, and the flags describe the rest.
-    backbone = common.load(args.backbone) if args.backbone and not args.resume else None
-    if checkpoint:
-        config = SegmenterConfig(**checkpoint["model_config"])
-    else:
-        if backbone:
-            read = classifier_from_checkpoint if "task" in backbone else load_timm
-            backbone = read(backbone)
-            encoder = backbone_settings(backbone.config)            # sizes and attention
-        else:
-            size = SIZES[args.model]
-            encoder = dict(**size, patch_size=args.patch_size, attn=args.attn,
-                           rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                           pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form))
-        config = SegmenterConfig(**encoder, num_classes=len(train.classes), image_size=args.size,
-                                 drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
-                                 decoder_dropout=args.dropout)
+    # Model. The flags describe the model, also with --resume and with --backbone.
+    size = SIZES[args.model]
+    config = SegmenterConfig(**size, patch_size=args.patch_size, num_classes=len(train.classes),
+                             image_size=args.size, attn=args.attn, drop_path=args.drop_path,
+                             rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+                             pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
+                             decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
-    if backbone:
-        load_encoder(model, backbone)
+    if not checkpoint and args.backbone not in (None, "none"):
+        load_encoder(model, args.backbone)
         common.print0(f"encoder from {args.backbone}")
     # To freeze parameters, add a line here: model.encoder.requires_grad_(False)
 
@@ -336,9 +309,8 @@ def main():
     # change. Random numbers have no state: they depend on seed, step and sample only.
     data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
-        names = (*ENCODER, "backbone", "decoder_attn", "drop_path", "dropout", "size", "batch_size")
-        flags = {name: getattr(args, name) for name in names}
-        common.check_unchanged({**checkpoint, "model_config": {}}, {**data, **flags})
+        common.check_unchanged(checkpoint, {**data, **asdict(config),
+                                            "batch_size": args.batch_size})
         model.load_state_dict(checkpoint["model"])
         common.load_optimizer(optimizer, checkpoint["optimizer"])
     first = checkpoint.get("step", 0)
@@ -435,19 +407,14 @@ def main():
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    # Draw predictions, and print the result.
-    if rank == 0:
-        index = range(0, len(val), math.ceil(len(val) / 4))         # up to four images
-        triples = predictions(model.eval(), val, index, **evaluation)   # image, truth, prediction
-        save_pictures(out_dir / "pictures.png", triples, len(val.classes))
     if metrics:                             # the last step was evaluated
         minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"({metrics['images']} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
-    common.print0(f"image, truth, prediction: {out_dir / 'pictures.png'}",
-                  f"next: python train_seg.py --eval_only {out_dir}")
+    common.print0(f"next: python train_seg.py --eval_only {out_dir}",
+                  f"or: python look.py --ckpt {out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -64,13 +64,13 @@ FAN_RECIPE = ("--model fan_tiny --batch_size 512 --lr 2e-3 --drop_path 0 "
 # Flags of training: cls, small (ViT-small), tuned (its fine-tuning), fan, seg, lm. Flags of
 # evaluation: few (benchmarks), attacked, tokens (perplexity), cost.
 SCALES = {
-    "tiny": dict(cls=TINY, small=f"{TINY} --model nano", tuned=f"{TINY} --model nano", seg=TINY,
-                 fan=f"{TINY} --batch_size 4 --model fan_tiny",
+    "tiny": dict(cls=TINY, small=f"{TINY} --model nano", tuned=f"{TINY} --model nano",
+                 seg=f"{TINY} --backbone none", fan=f"{TINY} --batch_size 4 --model fan_tiny",
                  lm="--steps 1 --context 16 --words 0 --warmup 0", few="--limit 1 --severities 3",
                  attacked="--limit 1 --steps 1", tokens="--limit 40",
                  cost="--rounds 1 --batch_size 1"),
     "small": dict(cls="--model nano", small="--model micro --epochs 6",        # 6 to 8 CPU minutes
-                  tuned="--model micro --epochs 2", seg="", lm="",
+                  tuned="--model micro --epochs 2", seg="--backbone none", lm="",
                   fan="--model fan_tiny --num_images 2000 --epochs 2", few="--limit 200",
                   attacked="--limit 50", tokens="", cost=""),
     "paper": dict(cls=IMAGENET_FLAGS, small=f"{IMAGENET_FLAGS} --model small",
@@ -118,8 +118,8 @@ class Plan:
             more += ["--rpc_layers", "0-3" if paper else "0"] * (kind == "rpc4")
         elif part == "seg":
             script = "train_seg.py"
-            if paper:                                                   # also gives the attention
-                more = ["--backbone", self.out / f"{kind}_s{seed}", "--seed", seed]
+            if paper:
+                more += ["--backbone", self.out / f"{kind}_s{seed}"]
         elif part == "small" and kind != "symmetric":                   # fine-tune
             part = "tuned"
             more += ["--init_from", self.out / f"small_symmetric_s{seed}/last.pt"]
