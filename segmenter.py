@@ -191,43 +191,25 @@ def view_logits(model, views, window, stride, batch_size):
     return found
 
 
-MAX_LOGITS = 2 ** 24                         # logits that predict_classes resizes at a time: 64 MB
-
-
 @torch.no_grad()
 def predict_classes(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
     """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
 
     image: (3, h, w), uint8 or float in [0, 1]. size: pixels of the short side at scale 1. window,
-    stride: pixels. flip: also use a mirrored view per scale. The class has the largest softmax of
-    the logits, averaged over the views. The function computes a few classes at a time, because K
-    maps of a large image need much memory.
+    stride: pixels. flip: also use a mirrored view per scale. The probability of a class is the
+    softmax of the logits, averaged over the views.
     """
     image, shape = image.to(next(model.parameters()).device), image.shape[1:]
     views = [view(image, size, scale, window) for scale in scales]
     views += [x.flip(2) for x in views] * flip
-    maps = view_logits(model, views, window, stride, batch_size)
-    parts = torch.arange(len(maps[0])).split(max(1, MAX_LOGITS // shape.numel()))
-
-    def logits(i, part):
-        """Resize logits of view i to the image: (len(part), h, w)."""
-        x = resize(maps[i][part[0]:part[-1] + 1], shape)
-        return x.flip(2) if i >= len(scales) else x
-
-    # Several views are averaged as probabilities, exp(logits - norm); one view needs no norm.
-    norms = [maps[0].new_full(shape, -math.inf) for _ in views if len(views) > 1]
-    for i, norm in enumerate(norms):
-        for part in parts:
-            torch.logaddexp(norm, logits(i, part).logsumexp(0), out=norm)
-    best = maps[0].new_full(shape, -math.inf)
-    classes = torch.zeros(shape, dtype=torch.int64, device=best.device)
-    for part in parts:
-        score = (sum((logits(i, part) - norm).exp() for i, norm in enumerate(norms)) if norms else
-                 logits(0, part))
-        value, index = score.max(0)
-        classes = torch.where(value > best, index + part[0], classes)
-        best = torch.maximum(value, best)
-    return classes
+    logits = view_logits(model, views, window, stride, batch_size)
+    if len(views) == 1:
+        return resize(logits[0], shape).argmax(0)
+    total = 0
+    for i, x in enumerate(logits):
+        x = resize(x, shape).softmax(0)
+        total += x.flip(2) if i >= len(scales) else x
+    return total.argmax(0)
 
 
 # --- scores on a data set: pixel accuracy, mean accuracy, mean IoU -------------------------------
@@ -245,7 +227,6 @@ def scores(confusion):
     Returns a dict for a JSON file, rounded to 4 decimals, with
         pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave absent classes out
         accuracy, iou: one number per class, None for an absent class
-        classes, classes_in_truth: how many classes mean_iou and mean_accuracy average
     """
     def plain(numbers):
         return [None if math.isnan(x) else round(x, 4) for x in numbers.tolist()]
@@ -256,8 +237,7 @@ def scores(confusion):
     iou = 100 * right / (truth + predicted - right)
     means = plain(torch.stack([100 * right.sum() / m.sum(), accuracy.nanmean(), iou.nanmean()]))
     return dict(zip(("pixel_accuracy", "mean_accuracy", "mean_iou"), means),
-                accuracy=plain(accuracy), iou=plain(iou),
-                classes=int((~iou.isnan()).sum()), classes_in_truth=int((truth > 0).sum()))
+                accuracy=plain(accuracy), iou=plain(iou))
 
 
 @torch.no_grad()

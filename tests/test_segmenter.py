@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import segmenter
 from fixtures import SHARED
 from vit import resize_pos_embed
 from data.masks import resize
@@ -96,7 +95,6 @@ def test_metrics_equal_upstreams_and_mmsegmentations(golden):
         torch.testing.assert_close(found, 100 * value, rtol=0, atol=6e-5, equal_nan=True)
     assert [round(s[k], 2) for k in ("pixel_accuracy", "mean_accuracy",
                                      "mean_iou")] == a["percent_rounded"].tolist()
-    assert s["classes"] == 5 and s["classes_in_truth"] == 4
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -196,13 +194,12 @@ def one_window_at_a_time(model, image, size, window, stride, scales, flip):
     return torch.stack(views).mean(0)
 
 
-@pytest.mark.parametrize("hw,how,chunk", [
-    ((50, 70), dict(size=40, window=32, stride=24), 1),                 # one class at a time
-    ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True), 7000),
+@pytest.mark.parametrize("hw,how", [
+    ((50, 70), dict(size=40, window=32, stride=24)),
+    ((50, 70), dict(size=40, window=32, stride=24, scales=(0.5, 1.0, 1.75), flip=True)),
     # the long side limits the size
-    ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True), 2 ** 24)])
-def test_classes_equal_one_window_at_a_time(hw, how, chunk, monkeypatch):
-    monkeypatch.setattr(segmenter, "MAX_LOGITS", chunk)
+    ((20, 150), dict(size=48, window=24, stride=17, scales=(0.75, 1.25), flip=True))])
+def test_classes_equal_one_window_at_a_time(hw, how):
     m, image = small(), torch.randint(0, 256, (3, *hw), dtype=torch.uint8)
     expected = one_window_at_a_time(m, image, **{"scales": (1.0,), "flip": False, **how})
     first, second = expected.topk(2, dim=0).values
