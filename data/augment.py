@@ -1,31 +1,27 @@
-"""Augment whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix; distort colours.
+"""Augment whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
 
 The recipe comes from `facebookresearch/deit:main.py`, where timm transforms one PIL image at a
-time. Here no loop runs over images, and pixels stay on their device. The result for a sample
-depends on (seed, position) only, not on batch, worker or rank; the position is the sample's number
-in the whole run. Random decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU
+time. Here no loop runs over images (B, 3, H, W), and pixels stay on their device. Except for mixup
+and cutmix, the result for a sample depends on (seed, position) only; the position is its number in
+the whole run. Random decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU
 does not wait for a GPU.
 
     images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
     targets = soft_targets(labels, num_classes=10, smoothing=0.1)
-
-Images are (B, 3, H, W). No function changes its input, except random_erase.
 """
 
 import math
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from data.images import constant, send
-from data.rng import ERASE, ERASE_NOISE, FLIP, RAND_AUGMENT, SHIFT, normal, uniform
+from data.rng import ERASE, ERASE_NOISE, FLIP, MIX, RAND_AUGMENT, SHIFT, normal, seed_from, uniform
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
 FILL = (124, 116, 104)                                    # MEAN as 0..255, outside a warped image
 ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
-DISTORT_COLUMNS = 9                                 # of u in `distort`
 
 
 # --- the recipe -----------------------------------------------------------------------------------
@@ -226,87 +222,16 @@ def random_erase(images, u, positions, seed, prob):
 
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
-def partner(x):
-    """Swap the rows 2i and 2i + 1."""
-    return x.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
+    """Mix each image and its target with the ones before it in the batch: MixUp or CutMix.
 
-
-def mix(images, targets, key, mixup=0.8, cutmix=1.0):
-    """Mix each image and target with its neighbour: timm's Mixup in mode "batch".
-
-    A batch is mixed by mixup or by cutmix; if both arguments are > 0, a fair coin decides. The
-    batch has one lambda ~ Beta(alpha, alpha), where alpha is the argument `mixup` or `cutmix`.
-    mixup: lambda * image + (1 - lambda) * partner. cutmix: copy a box of the partner that covers a
-    share 1 - lambda. The centre of the box is anywhere, so the border can clip the box; then lambda
-    becomes the share of pixels that are kept.
-    The partner is the neighbour in the batch; in timm it comes from the reversed batch. So the part
-    of one process is mixed as within the whole batch. Copies of one image should not be neighbours.
-
-    images: float; B is even. targets: (B, K). key: ints (seed, step) that determine all random
-    numbers. Returns mixed images and targets.
+    A fair coin chooses one of them if both arguments are > 0. The arguments are alpha of
+    Beta(alpha, alpha), from which the batch's share is drawn. seed and step determine all draws.
+    images: float. targets: (B, K). Copies of one image should not be neighbours.
     """
-    rng = np.random.default_rng(key)
-    H, W = images.shape[2:]
-    use_cutmix = cutmix > 0 and (mixup == 0 or rng.random() < 0.5)
-    lam = float(rng.beta(cutmix, cutmix) if use_cutmix else rng.beta(mixup, mixup))
-    if use_cutmix:
-        h, w = int(H * math.sqrt(1 - lam)), int(W * math.sqrt(1 - lam))
-        y, x = int(rng.integers(H)), int(rng.integers(W))                       # centre
-        top, bottom = max(y - h // 2, 0), min(y + (h + 1) // 2, H)
-        left, right = max(x - w // 2, 0), min(x + (w + 1) // 2, W)
-        lam = 1 - (bottom - top) * (right - left) / (H * W)
-        mixed = images.clone()
-        mixed[:, :, top:bottom, left:right] = partner(images[:, :, top:bottom, left:right])
-    else:
-        mixed = torch.lerp(partner(images), images, lam)
-    return mixed, torch.lerp(partner(targets), targets, lam)
-
-
-# --- segmentation: colours of training images, as in mmsegmentation 0.14.1 ------------------------
-
-def scale_and_shift(x, factor, amount=0.0):
-    """Compute factor * x + amount in grey levels, clip and round down; the result is float."""
-    return (x * factor + amount).clamp(0, 255).floor()
-
-
-def scale_hsv(x, saturation, turn):
-    """Multiply S of HSV by `saturation` and add `turn` half degrees to H.
-
-    x and the result: (B, 3, H, W), float with values 0 to 255. As in OpenCV's 8-bit images, H is a
-    whole number of half degrees, and S is a whole number from 0 to 255.
-    """
-    # Convert to hue, in sixths of the circle, and saturation. A grey pixel gets 0 and 0.
-    red, green, blue = x.unbind(1)
-    value, low = x.amax(1), x.amin(1)
-    span = (value - low).clamp(min=1)
-    hue = torch.where(value == green, 2 + (blue - red) / span, 4 + (red - green) / span)
-    hue = torch.where(value == red, (green - blue) / span, hue)
-    s = (255 * (value - low) / value.clamp(min=1) + 0.5).floor()
-
-    # Change hue and saturation, and convert back: R, G, B = V - V S times a number from 0 to 1.
-    hue = ((hue * 30 + 0.5).floor()[:, None] + turn) % 180
-    sixth, most = constant((30.0, 255.0), x.device)     # a GPU multiplies by 1 / a Python number
-    s, value = scale_and_shift(s[:, None], saturation) / most, value[:, None]
-    k = (hue / sixth + constant((5, 3, 1), x.device).view(3, 1, 1)) % 6
-    return (value - value * s * torch.minimum(k, 4 - k).clamp(0, 1)).floor()
-
-
-def distort(images, u):
-    """Distort brightness, contrast, saturation and hue, each with probability 0.5.
-
-    images: uint8. u: (B, DISTORT_COLUMNS), uniform numbers. A fair coin decides whether contrast
-    comes second or last. If saturation and hue both change, the image is converted to HSV once;
-    mmsegmentation converts it twice.
-    """
-    u = u.to(images.device, non_blocking=True)[:, :, None, None, None]
-
-    def drawn(j, low, high, neutral):
-        return torch.where(u[:, j] < 0.5, low + (high - low) * u[:, j + 1], neutral)
-
-    contrast, saturation = drawn(2, 0.5, 1.5, 1.0), drawn(5, 0.5, 1.5, 1.0)
-    turn = torch.where(u[:, 7] < 0.5, (u[:, 8] * 36).floor() - 18, 0.0)
-    early, coloured = u[:, 4] < 0.5, (u[:, 5] < 0.5) | (u[:, 7] < 0.5)
-    x = scale_and_shift(images.float(), 1.0, drawn(0, -32, 32, 0.0))            # brightness
-    x = scale_and_shift(x, torch.where(early, contrast, 1.0))
-    x = torch.where(coloured, scale_hsv(x, saturation, turn), x)
-    return scale_and_shift(x, torch.where(early, 1.0, contrast)).byte()
+    from torchvision.transforms.v2 import CutMix, MixUp
+    with torch.random.fork_rng(devices=[]):                 # torchvision has no argument `generator`
+        torch.manual_seed(seed_from(seed, MIX, step))
+        if cutmix and (not mixup or torch.rand(()) < 0.5):
+            return CutMix(alpha=cutmix)(images, targets)
+        return MixUp(alpha=mixup)(images, targets)

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import InputError, bar
-from data.augment import DISTORT_COLUMNS, distort
 from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files, marks,
                          part_folders, read_image)
-from data.rng import DISTORT, VIEW, uniform
+from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import colour, load_shapes
 
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
@@ -267,29 +266,35 @@ class TrainingViews(Dataset):
     """Training views of a source: views[position, index] is (image, label, (position, h, w)).
 
     `index` chooses the image. `position`, the sample's number in the whole run, chooses the view.
+    distorted: change brightness, contrast, saturation and hue, each with probability 0.5.
     """
 
-    def __init__(self, source, size, scales=(0.5, 2.0), seed=0):
+    def __init__(self, source, size, scales=(0.5, 2.0), seed=0, distorted=True):
+        from torchvision.transforms.v2 import ColorJitter, Compose, RandomApply
         self.source, self.size, self.scales, self.seed = source, size, scales, seed
+        ranges = dict(brightness=32 / 255, contrast=0.5, saturation=0.5, hue=0.1)
+        self.distort = distorted and Compose(
+            [RandomApply([ColorJitter(**{name: value})], p=0.5) for name, value in ranges.items()])
 
     def __getitem__(self, key):
         position, index = key
         draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
         image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        if self.distort:
+            with torch.random.fork_rng(devices=[]):     # torchvision has no argument `generator`
+                torch.manual_seed(seed_from(self.seed, DISTORT, position))
+                image[:, :h, :w] = self.distort(image[:, :h, :w])
         return image, label, (position, h, w)
 
 
 # --- training: second half, batches, on any device ------------------------------------------------
 
-def finish_views(images, height, width, positions, seed, mean, distorted=True):
-    """Distort and pad uint8 views (B, 3, S, S); return float32 in [0, 1].
+def finish_views(images, height, width, mean):
+    """Turn uint8 views (B, 3, S, S) into float32 in [0, 1], and fill their padding.
 
-    height, width: without padding. positions: the samples' numbers in the whole run. All three:
-    (B,) int64 on the CPU. mean: (3, 1, 1) in [0, 1], the colour of the padding. The model subtracts
-    this colour, so its first layer gets 0 there.
+    height, width: without padding, (B,) on the CPU. mean: (3, 1, 1), the colour of the padding. The
+    model subtracts this colour, so its first layer gets 0 there.
     """
-    if distorted:
-        images = distort(images, uniform(positions, DISTORT_COLUMNS, seed, DISTORT))
     height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
                      for t in (height, width))
     axis = torch.arange(images.shape[-1], device=images.device)

@@ -12,7 +12,7 @@ import torch
 
 # The purpose of a random number: the part of its key after the seed.
 SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py, data/images.py
-SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE = 20, 21, 22, 23, 24      # data/augment.py
+SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE, MIX = 20, 21, 22, 23, 24, 25     # data/augment.py
 VIEW, DISTORT = 30, 31                                          # data/masks.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data import augment as aug
-from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, rand_augment,
+from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, mix, rand_augment,
                           random_crop, random_erase, random_hflip, to_float)
 from data.rng import uniform
 
@@ -157,3 +157,22 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
     a, b = out[:, 0][mask], out[:, 1][mask]
     for pair in ((a, b), (a[1:], a[:-1])):  # channels and neighbours are independent
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
+
+
+# --- mixup and cutmix -----------------------------------------------------------------------------
+
+def test_an_image_is_mixed_with_the_one_before_it():
+    images, targets = torch.rand(6, 3, 16, 16), torch.eye(6)
+    before, kinds = torch.get_rng_state(), set()
+    for step in range(12):
+        x, y = mix(images, targets, 3, step)
+        assert torch.equal(x, mix(images, targets, 3, step)[0])
+        share = y.diagonal()[0]                         # one share for the whole batch
+        torch.testing.assert_close(y, share * targets + (1 - share) * targets.roll(1, 0))
+        if cut := bool(((x == images) | (x == images.roll(1, 0))).all()):
+            assert (x == images).float().mean() == pytest.approx(share)
+        else:
+            torch.testing.assert_close(x, share * images + (1 - share) * images.roll(1, 0))
+        kinds.add(cut)
+    assert kinds == {True, False} and torch.equal(before, torch.get_rng_state())
+    assert not torch.equal(mix(images, targets, 3, 0)[1], mix(images, targets, 4, 0)[1])

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from timm.scheduler import CosineLRScheduler
 
 import common
 import train_cls
-from data.augment import augment_uint8, to_float
+from data.augment import augment_uint8, mix, to_float
 from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
 from runs import call, log, refused, rows
@@ -99,25 +98,6 @@ def order_of(f, n, step):
     return torch.cat([order[first::f.repeats] for first in range(f.repeats)])
 
 
-def mixed(f, images, labels, step):
-    """Mix each image with its neighbour, which `order` puts in timm's mirror place of the batch."""
-    generator = np.random.default_rng([f.seed, step])
-    cut = generator.random() < 0.5
-    lam = generator.beta(f.cutmix, f.cutmix) if cut else generator.beta(f.mixup, f.mixup)
-    order = torch.cat([torch.arange(0, len(labels), 2), torch.arange(1, len(labels), 2).flip(0)])
-    back = order.argsort()
-    partner = images[order].flip(0)[back]
-    if cut:
-        box = torch.zeros(images.shape[2:], dtype=torch.bool)
-        h, w = (int(side * math.sqrt(1 - lam)) for side in box.shape)
-        y, x = (int(generator.integers(side)) for side in box.shape)
-        box[max(y - h // 2, 0):y + (h + 1) // 2, max(x - w // 2, 0):x + (w + 1) // 2] = True
-        images, lam = torch.where(box, partner, images), 1 - box.double().mean().item()
-    else:
-        images = lam * images + (1 - lam) * partner
-    return images, mixup_target(labels[order], 10, lam, f.smoothing)[back]
-
-
 def test_a_run_equals_a_plain_loop(monkeypatch):
     """Its flags differ from every default, and the loop uses timm's parts."""
     monkeypatch.setattr(common, "LOG_EVERY", 1)
@@ -142,7 +122,8 @@ def test_a_run_equals_a_plain_loop(monkeypatch):
         position, index = 8 * step + torch.arange(8), kept[order_of(f, 34, step)]
         x = augment_uint8(images[index], position, f.seed, f.pad, f.num_ops)
         x = to_float(x, position, f.seed, f.erase)
-        x, targets = mixed(f, x, labels[index], step)
+        targets = mixup_target(labels[index], 10, smoothing=f.smoothing)        # not mixed yet
+        x, targets = mix(x, targets, f.seed, step, f.mixup, f.cutmix)
         torch.manual_seed(seed_from(f.seed, DROPOUT, step, 0))                  # drop-path masks
         loss = SoftTargetCrossEntropy()(model(x), targets)
         loss.backward()
