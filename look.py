@@ -23,12 +23,11 @@ from pathlib import Path
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from attention import layer_inputs
 from data.datasets import DATASETS
 from data.images import central_square, marks, read_image, walk_images
-from data.masks import palette
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
@@ -169,7 +168,9 @@ def look_at_classifier(model, classes, image, noise, crop):
 
 def look_at_segmenter(model, classes, image):
     """Print the share of each class in the image (3, h, w) uint8; return a picture of them."""
-    size, colours = model.config.image_size, palette(len(classes))
+    size = model.config.image_size
+    colours = torch.tensor([ImageColor.getrgb(f"hsl({137.5 * k}, 70%, {35 + 15 * (k % 3)}%)")
+                            for k in range(len(classes))])              # (K, 3), 0 to 255
     found = predict_classes(model, image, size=size, window=size, stride=size)      # (h, w)
     area = torch.bincount(found.flatten(), minlength=len(classes)) / found.numel()
     order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]

@@ -22,7 +22,7 @@ from common import InputError, bar
 from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files, marks,
                          part_folders, read_image)
 from data.rng import DISTORT, VIEW, seed_from, uniform
-from data.shapes import colour, load_shapes
+from data.shapes import load_shapes
 
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
                   "pedestrian", "bicyclist"]
@@ -299,29 +299,3 @@ def finish_views(images, height, width, mean):
                      for t in (height, width))
     axis = torch.arange(images.shape[-1], device=images.device)
     return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
-
-
-# --- pictures ------------------------------------------------------------------------------------
-
-def palette(num_classes):
-    """Return one colour per class, (256, 3) uint8: hues a golden angle apart, the rest black."""
-    k = torch.arange(256.0)
-    hue, luminance = (0.6 + k * 0.618034) % 1, 0.3 + 0.22 * (k % 3)
-    rgb = colour(hue, torch.full_like(k, 0.85), luminance)[:, :, 0, 0]
-    rgb[num_classes:] = 0
-    return (rgb * 255).round().byte()
-
-
-def save_pictures(path, triples, num_classes):
-    """Draw a PNG with one row per image: image, truth, prediction.
-
-    triples: image (3, H, W), truth and prediction (H, W), uint8, from segmenter.predictions.
-    """
-    from PIL import Image
-    colours, rows = palette(num_classes), []
-    for image, label, prediction in ([t.cpu() for t in triple] for triple in triples):
-        row = [image.permute(1, 2, 0), colours[label.long()], colours[prediction.long()]]
-        rows.append(torch.cat(row, 1))
-    width = max(row.shape[1] for row in rows)
-    rows = [F.pad(row, (0, 0, 0, width - row.shape[1], 0, 4), value=255) for row in rows]
-    Image.fromarray(torch.cat(rows).numpy()).save(path)
