@@ -10,7 +10,7 @@ import math
 import torch
 
 from common import bar
-from data.images import Split
+from data.images import Split, constant
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
@@ -24,15 +24,6 @@ def fold(x, y, n):
 
 def box(x, y, width, height):
     return torch.maximum(x.abs() - width, y.abs() - height)
-
-
-def arrow(x, y):
-    head = torch.maximum((x.abs() + y - 0.95) * 0.71, -y)
-    return torch.minimum(head, box(x, y + 0.4, 0.3, 0.5))
-
-
-def crescent(x, y):
-    return torch.maximum(torch.hypot(x, y) - 0.95, 0.75 - torch.hypot(x - 0.45, y))
 
 
 def flower(x, y):
@@ -51,9 +42,11 @@ def star(x, y):
 
 
 SHAPES = {
-    "arrow": arrow,
+    "arrow": lambda x, y: torch.minimum(torch.maximum((x.abs() + y - 0.95) * 0.71, -y),
+                                        box(x, y + 0.4, 0.3, 0.5)),
     "circle": lambda x, y: torch.hypot(x, y) - 0.85,
-    "crescent": crescent,
+    "crescent": lambda x, y: torch.maximum(torch.hypot(x, y) - 0.95,
+                                           0.75 - torch.hypot(x - 0.45, y)),
     "cross": lambda x, y: torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27)),
     "flower": flower,
     "heart": heart,
@@ -83,49 +76,24 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1]."""
+    """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1].
+
+    Arguments: (B, 1, 1).
+    """
     hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]
-    rgb = ((hue * 6 + torch.tensor([0, 4, 2], device=hue.device)) % 6 - 3).abs().sub(1).clamp(0, 1)
-    grey = (rgb * torch.tensor([0.3, 0.59, 0.11], device=hue.device)).sum(1, keepdim=True)
+    rgb = ((hue * 6 + constant((0, 4, 2), hue.device).view(3, 1, 1)) % 6 - 3).abs() - 1
+    rgb = rgb.clamp(0, 1)
+    grey = (rgb * constant((0.3, 0.59, 0.11), hue.device).view(3, 1, 1)).sum(1, keepdim=True)
     darker = rgb * luminance / grey
     lighter = 1 - (1 - rgb) * (1 - luminance) / (1 - grey)
-    rgb = torch.where(luminance < grey, darker, lighter)
-    return torch.lerp(luminance, rgb, saturation)[:, :, None, None]
-
-
-def colours(draw, layer):
-    """Draw two similar colours of a layer, (B, 3, 1, 1) each. draw: see render_scenes."""
-    if layer == 0:
-        luminance, saturation = draw(0.1, 0.36, 0), draw(0.2, 0.6, 1)
-    else:                               # lighter, else small networks need far more images
-        luminance, saturation = draw(0.62, 0.92, 0), draw(0.35, 0.95, 1)
-    hue = draw(0, 1, 2)
-    second = (hue + draw(-0.12, 0.12, 3)) % 1
-    return (colour(hue, saturation, luminance),
-            colour(second, saturation, luminance * draw(0.75, 0.98, 4)))
-
-
-def place(draw, layer, x, y):
-    """Draw a shape's place. Returns x, y in the shape's frame, (B, H, W) each, and scale (B,)."""
-    if layer == NUM_LAYERS - 1:                         # anywhere inside the image
-        scale = draw(0.52, 0.78, 5)
-        centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
-    else:                                               # near the border, one sector per shape
-        scale, radius = draw(0.14, 0.22, 5), draw(0.75, 1.05, 7)
-        angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
-        centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
-        centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-    turn, stretch = draw(-0.35, 0.35, 8), draw(-0.12, 0.12, 9).exp()[:, None, None]
-    cos, sin = (turn.cos() / scale)[:, None, None], (turn.sin() / scale)[:, None, None]
-    dx, dy = x - centre_x[:, None, None], y - centre_y[:, None, None]
-    return (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch, scale
+    return torch.lerp(luminance, torch.where(luminance < grey, darker, lighter), saturation)
 
 
 def textured(draw, first, second, u, v):
     """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
     angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
-    cos, sin = (angle.cos() * frequency)[:, None, None], (angle.sin() * frequency)[:, None, None]
-    which = (draw(0, 1, 12) * len(TEXTURES)).long()
+    cos, sin = angle.cos() * frequency, angle.sin() * frequency
+    which = (draw(0, 1, 12) * len(TEXTURES)).long().flatten()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
 
@@ -146,25 +114,44 @@ def render_scenes(index, size=32, seed=0):
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
-        def draw(low, high, j):                                 # (B,): the layer's j-th number
-            return low + (high - low) * draws[:, layer, j]
+        def draw(low, high, j):                             # (B, 1, 1): the layer's j-th number
+            return low + (high - low) * draws[:, layer, j, None, None]
 
-        first, second = colours(draw, layer)
+        # Two similar colours. Shapes are light, else small networks need far more images.
+        luminance = draw(0.62, 0.92, 0) if layer else draw(0.1, 0.36, 0)
+        saturation = draw(0.35, 0.95, 1) if layer else draw(0.2, 0.6, 1)
+        hue, other = draw(0, 1, 2), draw(-0.12, 0.12, 3)
+        first = colour(hue, saturation, luminance)
+        second = colour((hue + other) % 1, saturation, luminance * draw(0.75, 0.98, 4))
         if layer == 0:
             images = textured(draw, first, second, x, y)
             continue
-        u, v, scale = place(draw, layer, x, y)
+
+        # The place of the shape. u and v are x and y in its own frame.
+        if layer == NUM_LAYERS - 1:                         # anywhere inside the image
+            scale = draw(0.52, 0.78, 5)
+            centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
+        else:                                               # near the border, one sector per shape
+            scale, radius = draw(0.14, 0.22, 5), draw(0.75, 1.05, 7)
+            angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
+            centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
+            centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
+        turn, stretch = draw(-0.35, 0.35, 8), draw(-0.12, 0.12, 9).exp()
+        cos, sin, dx, dy = turn.cos() / scale, turn.sin() / scale, x - centre_x, y - centre_y
+        u, v = (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch
+
+        # Draw the shape and its shadow on the layers behind it.
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, 13) * len(SHAPES)).long()                  # kept from the last layer
-        distance = apply_each(SHAPES.values(), labels, u, v) * scale[:, None, None]
+        labels = (draw(0, 1, 13) * len(SHAPES)).long().flatten()        # kept from the last layer
+        distance = apply_each(SHAPES.values(), labels, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, (labels + 1)[:, None, None].to(torch.uint8), masks)
+        masks = torch.where(coverage > 0.5, (labels + 1).byte().view(B, 1, 1), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
-    return (images.clamp(0, 1) * 255).round().to(torch.uint8), labels, masks
+    return (images.clamp(0, 1) * 255).round().byte(), labels, masks
 
 
 def load_shapes(split, num_images, size=32, device="cpu"):
