@@ -124,6 +124,18 @@ def start_processes(device_name):
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def use_bf16(wanted, device):
+    """Return whether to compute in bf16 autocast. wanted: the value of --amp.
+
+    With bf16, the float32 matrix products and convolutions that remain are faster, too (TF32).
+    """
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    amp = has_bf16 if wanted is None else wanted
+    torch.set_float32_matmul_precision("high" if amp else "highest")
+    torch.backends.cudnn.allow_tf32 = amp
+    return amp
+
+
 def check_batch_size(batch_size, world):
     """Raise InputError unless the processes can share a batch evenly."""
     if batch_size % world:
@@ -137,25 +149,27 @@ def to_json(row):
     return json.dumps(row).replace(": Infinity", ': "inf"') + "\n"
 
 
-def start_log(folder, step):
-    """Create the folder and its log.jsonl. A resumed run keeps the rows up to `step`."""
-    path = Path(folder, "log.jsonl")
+def start_log(args, step, model, device, **numbers):
+    """Create --out_dir and its log.jsonl; log and print the settings. Returns the log's path.
+
+    A resumed run keeps the rows up to `step`. numbers: other fields of the row.
+    """
+    path = Path(args.out_dir, "log.jsonl")
     if is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_log(path) if row["step"] <= step] if step else []
         with replacing(path) as tmp:
             tmp.write_text("".join(map(to_json, rows)))
+    parameters, hardware = sum(p.numel() for p in model.parameters()), describe(device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    append_row(path, dict(step=step, args=vars(args), **code_version(), world=world,
+                          device=hardware, parameters=parameters, **numbers))
+    print0(f"{parameters:,} parameters | {world} x {hardware} | {args.out_dir}, step {step}")
     return path
 
 
 def append_row(path, row):
-    """Append a row, a dict, to a file of JSON lines. Only the first process writes.
-
-    InputError if a number of an evaluation is not finite: then accuracies have no meaning.
-    """
-    for name, value in row.get("eval", {}).items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"not finite at step {row['step']}: {name} {value}")
+    """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
     if is_first():
         with open(path, "a", encoding="utf-8") as f:
             f.write(to_json(row))
@@ -168,16 +182,27 @@ def read_log(path):
     return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
 
 
-def finite_means(pending, step):
-    """Return the mean of each column of `pending`, (steps, n): loss, gradient norm, your numbers.
+def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
+    """Log the mean loss, gradient norm and speed of the last steps; print loss and speed.
 
-    step: the number of the step in the last row. InputError if a loss or norm is not finite.
+    pending: one dict of 0-d tensors per step: loss, grad_norm, your own numbers. Each mean is over
+    steps and processes. clock: the time.perf_counter() before these steps. batch_size: how many
+    units, such as "images", a step has. numbers: other fields of the row. The CPU waits for the
+    device here only. InputError if a loss or norm is not finite.
     """
-    for i, (loss, norm, *_) in enumerate(pending.tolist(), step - len(pending) + 1):
+    recent = torch.stack([torch.stack([*row.values()]) for row in pending])         # (steps, n)
+    if dist.is_initialized():
+        recent = recent / dist.get_world_size()
+        dist.all_reduce(recent)                                     # adds over processes
+    recent = recent.cpu()
+    rate = batch_size * len(pending) / (time.perf_counter() - clock)
+    for i, (loss, norm, *_) in enumerate(recent.tolist(), step - len(pending) + 1):
         if not math.isfinite(loss + norm):
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"try a smaller --lr or --clip")
-    return pending.mean(0).tolist()
+    means = dict(zip(pending[0], recent.mean(0).tolist()))
+    append_row(path, {"step": step, **means, f"{unit}_per_s": rate, **numbers})
+    print0(f"step {step:6d}  loss {means['loss']:.4f}  {rate:.0f} {unit}/s")
 
 
 def describe(device):

@@ -27,7 +27,6 @@ from dataclasses import asdict
 from fractions import Fraction
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
@@ -46,10 +45,7 @@ from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
 
 def get_args():
-    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
-
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
-    """
+    """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
@@ -260,10 +256,7 @@ def main():
     # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
     # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    amp = has_bf16 if args.amp is None else args.amp
-    torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
+    amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
@@ -333,19 +326,14 @@ def main():
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
-    out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
-    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
-    common.append_row(log, dict(
-        step=first, args=vars(args), **common.code_version(), world=world, device=hardware,
-        parameters=parameters, training_images=len(train.labels)))
-    common.print0(f"{parameters:,} parameters | {world} x {hardware} | {out_dir}, step {first}")
+    log = common.start_log(args, first, model, device, training_images=len(train.labels))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     began = clock = time.perf_counter()
-    pending = []                            # loss and gradient norm of the steps not yet logged
+    pending = []                                # numbers of the steps that are not yet logged
     for step in progress:
         lr = learning_rate(step, warmup, total, args)
         for group in optimizer.param_groups:
@@ -375,7 +363,7 @@ def main():
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
+        pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
         # The step number decides when to evaluate, save and log, so all processes agree.
         done, epoch = step + 1, (step + 1) / epoch_steps
@@ -383,17 +371,11 @@ def main():
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
-        # Log the means over all processes and all steps since the last row. The CPU waits for the
-        # device only here. `finite_means` ends the run if a loss or gradient norm is not finite.
+        # Log the means over the steps since the last row. This ends the run if a loss or gradient
+        # norm is not finite.
         if logging:
-            recent = torch.stack(pending) / world                   # (steps, 2)
-            if world > 1:
-                dist.all_reduce(recent)                             # adds over processes
-            loss, norm = common.finite_means(recent.cpu(), done)
-            rate = args.batch_size * len(pending) / (time.perf_counter() - clock)
-            common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, images_per_s=rate,
-                                        epoch=epoch, lr=lr))
-            common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} images/s")
+            common.log_steps(log, done, pending, clock, args.batch_size, "images",
+                             epoch=epoch, lr=lr)
 
         # Evaluate. On a few images of this batch, also measure mean |k| and the share of nonzero
         # entries of S in each layer, which show whether RPC acts.
@@ -416,8 +398,8 @@ def main():
                          model_config=asdict(config), **data,
                          seen=[*train.hashes, *val.hashes])     # your own images: never tested
             if better:
-                common.save(out_dir / "best.pt", state)
-            common.save(out_dir / "last.pt", state)
+                common.save(f"{args.out_dir}/best.pt", state)
+            common.save(f"{args.out_dir}/last.pt", state)
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
@@ -427,7 +409,7 @@ def main():
                       f"% ({metrics['images']} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
-    common.print0(f"next: python eval_robust.py --ckpt {out_dir}")
+    common.print0(f"next: python eval_robust.py --ckpt {args.out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -30,7 +30,6 @@ import textwrap
 import time
 import zlib
 from dataclasses import asdict
-from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
@@ -62,10 +61,7 @@ RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 
 def get_args():
-    """Parse the flags. Priority: command line, then the resumed run, then the recipe.
-
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
-    """
+    """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
@@ -276,10 +272,7 @@ def main():
         checkpoint = common.load(args.sample)
         model = lm_from_checkpoint(checkpoint).to(device)
         return print(sample(model, stored_vocabulary(checkpoint), args, device))
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    amp = has_bf16 if args.amp is None else args.amp
-    torch.set_float32_matmul_precision("high" if amp else "highest")
-    torch.backends.cudnn.allow_tf32 = amp                           # the same for convolutions
+    amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     if args.eval_only:
@@ -333,19 +326,15 @@ def main():
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
     # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
-    out_dir, log = Path(args.out_dir), common.start_log(args.out_dir, first)
-    parameters, hardware = sum(p.numel() for p in model.parameters()), common.describe(device)
-    common.append_row(log, dict(
-        step=first, args=vars(args), **common.code_version(), world=world, device=hardware,
-        parameters=parameters, train_tokens=len(corpus.train), vocab_size=len(vocab)))
-    common.print0(f"{parameters:,} parameters | {world} x {hardware} | {out_dir}, step {first}")
+    log = common.start_log(args, first, model, device, train_tokens=len(corpus.train),
+                           vocab_size=len(vocab))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     began = clock = time.perf_counter()
-    pending = []                            # loss and gradient norm of the steps not yet logged
+    pending = []                                # numbers of the steps that are not yet logged
     for step in progress:
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
@@ -364,24 +353,18 @@ def main():
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
+        pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
         # The step number decides when to evaluate, save and log, so all processes agree.
         done = step + 1
         evaluating = done == stop or done % args.eval_every == 0
         logging = evaluating or done % common.LOG_EVERY == 0
 
-        # Log the means over all processes and all steps since the last row. The CPU waits for the
-        # device only here. `finite_means` ends the run if a loss or gradient norm is not finite.
+        # Log the means over the steps since the last row. This ends the run if a loss or gradient
+        # norm is not finite.
         if logging:
-            recent = torch.stack(pending) / world                   # (steps, 2)
-            if world > 1:
-                dist.all_reduce(recent)                             # adds over processes
-            loss, norm = common.finite_means(recent.cpu(), done)
-            rate = args.batch_size * args.context * len(pending) / (time.perf_counter() - clock)
-            common.append_row(log, dict(step=done, loss=loss, grad_norm=norm, tokens_per_s=rate,
-                                        lr=lr))
-            common.print0(f"step {done:6d}  loss {loss:.4f}  {rate:.0f} tokens/s")
+            common.log_steps(log, done, pending, clock, args.batch_size * args.context, "tokens",
+                             lr=lr)
 
         # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
         # nonzero entries of S in each layer, which show whether RPC acts.
@@ -404,8 +387,8 @@ def main():
                          best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data)
             if better:
-                common.save(out_dir / "best.pt", state)
-            common.save(out_dir / "last.pt", state)
+                common.save(f"{args.out_dir}/best.pt", state)
+            common.save(f"{args.out_dir}/last.pt", state)
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
@@ -413,7 +396,7 @@ def main():
                   f"(segment-wise), {(time.perf_counter() - began) / 60:.1f} minutes")
     if best:                                                        # in the first process
         common.print0(f"best.pt: step {best['step']}, lowest perplexity {best['perplexity']:.2f}")
-    common.print0(f"next: python train_lm.py --eval_only {out_dir}")
+    common.print0(f"next: python train_lm.py --eval_only {args.out_dir}")
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from argparse import Namespace
 from fractions import Fraction
 
 import pytest
@@ -55,15 +56,23 @@ def test_broken_checkpoints_are_named(tmp_path):
 
 # --- log ------------------------------------------------------------------------------------------
 
+def open_log(folder, step):
+    """Start a log; return its path."""
+    args = Namespace(out_dir=str(folder))
+    return start_log(args, step, torch.nn.Linear(1, 1), torch.device("cpu"), images=3)
+
+
 def test_a_log_is_cut_after_the_step(tmp_path):
-    rows = [dict(step=0, args={}), dict(step=1, loss=1.5), dict(step=2, loss=0.9),
+    rows = [dict(step=1, loss=1.5), dict(step=2, loss=0.9),
             dict(step=2, eval=dict(top1=50.0, name="é")), dict(step=3)]
-    path = start_log(tmp_path / "new", 0)
+    path = open_log(tmp_path / "new", 0)
     for row in rows:
         common.append_row(path, row)
-    assert common.read_log(start_log(path.parent, 3)) == rows
-    assert common.read_log(start_log(path.parent, 2)) == rows[:4]
-    assert common.read_log(start_log(path.parent, 0)) == []             # a new run
+    for step, kept in ((3, 4), (2, 3)):
+        first, *found, last = common.read_log(open_log(path.parent, step))
+        assert [row for row in found if "args" not in row] == rows[:kept]
+        assert (first["parameters"], first["images"], last["step"]) == (2, 3, step)
+    assert len(common.read_log(open_log(path.parent, 0))) == 1          # a new run
 
 
 # --- processes and messages -----------------------------------------------------------------------
@@ -78,12 +87,12 @@ def test_input_errors_are_one_line():
 
 
 def test_numbers_not_finite_are_named(tmp_path):
-    log = common.start_log(tmp_path, 0)
-    with pytest.raises(InputError, match="not finite at step 1: top1"):
-        common.append_row(log, dict(step=1, eval=dict(top1=-math.inf)))
-    assert common.read_log(log) == []
-    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    assert common.finite_means(rows, 8) == [2, 3]
-    rows[1, 1] = math.inf
+    log = open_log(tmp_path, 0)
+    pending = [dict(loss=torch.tensor(loss), grad_norm=torch.tensor(loss + 1)) for loss in (1., 3.)]
+    common.log_steps(log, 8, pending, 0.0, 5, "images", lr=0.5)
+    row = common.read_log(log)[-1]
+    assert (row["step"], row["loss"], row["grad_norm"], row["lr"]) == (8, 2, 3, 0.5)
+    assert row["images_per_s"] > 0
+    pending[1]["grad_norm"] = torch.tensor(math.inf)
     with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
-        common.finite_means(rows, 8)
+        common.log_steps(log, 8, pending, 0.0, 5, "images")
