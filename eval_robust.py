@@ -232,7 +232,7 @@ def load_model(path, size, device):
 IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text().split()
 
 
-def load_data(args, models, device):
+def load_data(args, models):
     """Load the test images; their classes must be the classes of all models.
 
     Changes args.data, args.data_dir and args.batch_size to the values in use. Returns a data set
@@ -246,11 +246,11 @@ def load_data(args, models, device):
                          f"pixels per side; expected the same size for all models")
     if not args.batch_size:
         pixels = 2 ** 19                                  # per batch
-        if device.type == "cuda":                         # a ViT-B needs 3 kB per pixel; 4 is safe
-            pixels = min(torch.cuda.mem_get_info(device)[0] // 4096, 512 * 224 ** 2)
+        if args.device.type == "cuda":                    # a ViT-B needs 3 kB per pixel; 4 is safe
+            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
         args.batch_size = max(1, pixels // first.size ** 2)
 
-    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=device)
+    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=args.device)
     for m in models:
         with torch.no_grad():
             logits = m.net(ramp.view(2, 3, first.size, first.size)).float().cpu()
@@ -269,7 +269,7 @@ def load_data(args, models, device):
     elif args.data == "imagenet":
         data = ImageTree(args.data_dir, "val", names, first.size, subset=all_1000)
     else:
-        flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=device)
+        flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=args.device)
         seen = {name for m in models for name in m.seen}  # photos of the training do not count
         data = load_test(flags, trained=first.trained, size=first.size, classes=names, seen=seen)
     for m, count in zip(models, counts):
@@ -305,8 +305,8 @@ def batches(data, index, args, label=""):
     Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers (b,) of the images, and place (b,):
     the positions of these numbers in index, which are the rows of the results.
     """
-    rank, world, device = args.process
-    share = torch.arange(len(index))[rank::world]
+    device = args.device
+    share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
     places = [place for place in share.split(args.batch_size) if len(place)]
     parts = [index[place] for place in places]
     if isinstance(data, Split):
@@ -366,7 +366,7 @@ def outcome(hits, num_classes):
 
 def clean(m, data, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
-    hits = torch.zeros(len(index), 3, device=args.process.device)
+    hits = torch.zeros(len(index), 3, device=args.device)
     for x, labels, _, place in batches(data, index, args, f"clean, {m.about['model']}"):
         hits[place] = score(m.net, x, labels)
     hits = all_sum(hits)
@@ -376,7 +376,7 @@ def clean(m, data, index, args):
 def corrupted(m, data, index, args, settings):
     """Measure accuracy on corrupted images; each field is a list, one value per severity."""
     kind, severities = settings["type"], settings["severities"]
-    hits = torch.zeros(len(severities), len(index), 3, device=args.process.device)
+    hits = torch.zeros(len(severities), len(index), 3, device=args.device)
     label = f"{kind}, {m.about['model']}"
     if args.corrupted_dir:                                # the copies are in the order of `data`
         for i, severity in enumerate(severities):
@@ -427,9 +427,9 @@ def attack_as_paper(net, x, attack, clip, index):
 
 def attacked(m, data, index, args, name, attack):
     """Measure accuracy under an attack, and how far the attacked images are from the originals."""
-    device = args.process.device
-    hits = torch.zeros(len(index), 3, device=device)
-    moved = torch.zeros(len(index), 4, dtype=torch.float64, device=device)  # Linf, L2, L1, outside
+    hits = torch.zeros(len(index), 3, device=args.device)
+    # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
+    moved = torch.zeros(len(index), 4, dtype=torch.float64, device=args.device)
     attack = partial(attack, seed=args.seed)
     for x, labels, numbers, place in batches(data, index, args, f"{name}, {m.about['model']}"):
         if args.preset == "paper":
@@ -455,7 +455,7 @@ def attacked(m, data, index, args, name, attack):
 @torch.no_grad()
 def logits_of_classes(m, data, index, args, columns):
     """Return the logits for the classes `columns`, (n, len(columns)), in every process."""
-    logits = torch.zeros(len(index), len(columns), device=args.process.device)
+    logits = torch.zeros(len(index), len(columns), device=args.device)
     for x, _, _, place in batches(data, index, args, Path(data.folder).name):
         logits[place] = m.net(x).float()[:, columns]
     return all_sum(logits)
@@ -596,13 +596,6 @@ def rows_table(rows):
 
 # --- the command ----------------------------------------------------------------------------------
 
-class Process(NamedTuple):
-    """This process: torchrun starts several."""
-    rank: int
-    world: int                           # the number of processes
-    device: torch.device
-
-
 def plan(args, data, size):
     """Yield (name, settings, source, measure) for each row of a model.
 
@@ -655,12 +648,11 @@ def main():
                  for path in args.table)
         print(rows_table([row for file in files for row in common.read_log(file)]))
         return
-    args.process = Process(*common.start_processes(args.device))
-    _, world, device = args.process
+    args.rank, args.world, args.device = common.start_processes(args.device)
     torch.backends.cudnn.allow_tf32 = False               # PyTorch's default rounds convolutions
     size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    models = [load_model(path, size, device) for path in (*args.ckpt, *args.model)]
-    data = load_data(args, models, device)
+    models = [load_model(path, size, args.device) for path in (*args.ckpt, *args.model)]
+    data = load_data(args, models)
 
     # For each measure and each model, compute the row if results.jsonl does not have it yet.
     first = Path(args.ckpt[0] if args.ckpt else "out/model")
@@ -668,8 +660,9 @@ def main():
     path = Path(args.out_dir or folder / "robust") / "results.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row_key(row): row for row in common.read_log(path)}
-    hardware, wanted = common.describe(device), []
-    print0(f"{len(models)} models | {args.data} | {world} x {hardware} | {path}, {len(rows)} rows")
+    hardware, wanted = common.describe(args.device), []
+    print0(f"{len(models)} models | {args.data} | {args.world} x {hardware} | {path}, "
+           f"{len(rows)} rows")
     for name, settings, source, measure in plan(args, data, models[0].size):
         index = choose(len(source.labels), name, args)
         if not len(index) or (name == "imagenet_o" and not len(data.labels)):
@@ -683,7 +676,7 @@ def main():
                 began = time.perf_counter()
                 row |= measure(m, source, index, args)
                 row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
-                           **common.code_version(), hardware=hardware, processes=world)
+                           **common.code_version(), hardware=hardware, processes=args.world)
                 rows[key] = row
                 common.append_row(path, row)              # rank 0 writes
             wanted.append(rows[key])

@@ -149,9 +149,9 @@ def main():
     p.add_argument("--limit", type=int, default=64, help="number of test images (default: 64)")
     own = p.parse_args()
     args = eval_robust.get_args(["--ckpt", *own.ckpt, "--batch_size", str(own.limit)])
-    args.process = eval_robust.Process(*common.start_processes(None))
-    models = [eval_robust.load_model(path, None, args.process.device) for path in own.ckpt]
-    data = eval_robust.load_data(args, models, args.process.device)
+    args.rank, args.world, args.device = common.start_processes(None)
+    models = [eval_robust.load_model(path, None, args.device) for path in own.ckpt]
+    data = eval_robust.load_data(args, models)
     index = eval_robust.choose(len(data.labels), "pgd", args)[:own.limit]
     x, labels, *_ = next(eval_robust.batches(data, index, args))
     softmax = next((m for m in models if m.about["model"].startswith("softmax")), None)
