@@ -25,7 +25,6 @@ import os
 import time
 from dataclasses import asdict
 from fractions import Fraction
-from functools import partial
 from itertools import islice
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -146,21 +145,19 @@ def batch_pairs(args, n, start, stop, rank, world):
         yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
 
 
-def load_batches(source, pairs, args, device, transform=None):
+def load_batches(source, pairs, args, device):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
     source: a Split, which holds all images on the device, or a Dataset, whose files are decoded by
-    worker processes. pairs: (position, index) as in `batch_pairs`. transform: a function of
-    (images, positions), which workers run after decoding.
+    worker processes. pairs: (position, index) as in `batch_pairs`.
     """
     if isinstance(source, Split):
         for position, index in pairs:
             index = send(index, device)                             # the CPU does not wait
-            images, labels = source.images[index], source.labels[index]
-            yield (transform(images, position) if transform else images), labels, position
+            yield source.images[index], source.labels[index], position
     else:
         lists = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
-        batches = image_batches(source, lists, args.num_workers, device, transform=transform)
+        batches = image_batches(source, lists, args.num_workers, device)
         for images, labels, position in batches:                    # on the CPU
             yield send(images, device), send(labels, device), position
 
@@ -173,21 +170,19 @@ def train_batches(source, args, start, stop, device, rank, world):
 
     A GPU augments a chunk of several batches in one call, which takes about as long as one batch.
     Random numbers depend on a sample's position alone, so chunks change no number. On a CPU a chunk
-    is one batch, and the processes that decode files also augment.
+    is one batch.
     """
-    on_cpu, b = device.type == "cpu", args.batch_size // world
+    b = args.batch_size // world
     images_at_once = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * args.image_size ** 2))
-    batches_at_once = 1 if on_cpu else max(1, images_at_once // b)
+    batches_at_once = 1 if device.type == "cpu" else max(1, images_at_once // b)
 
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing follows. Then the chunk is split into its batches, which are mixed.
-    augment = partial(augment_uint8, seed=args.seed, pad=args.pad, num_ops=args.num_ops)
     pairs = batch_pairs(args, len(source.labels), start, stop, rank, world)
-    loaded = load_batches(source, pairs, args, device, transform=augment if on_cpu else None)
+    loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
         images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
-        if not on_cpu:
-            images = augment(images, positions)
+        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops)
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):

@@ -32,8 +32,9 @@ def cifar10(split, args):
         dataset = CIFAR10(args.data_dir, train=split == "train", download=args.download)
         images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
-    tree = ImageTree(args.data_dir, "train" if split == "train" else "val", size=32, crop=1.0)
-    images = [tree.load(i, ()) for i in bar(range(len(tree)), "decoding CIFAR-10", leave=False)]
+    tree = ImageTree(args.data_dir, "train" if split == "train" else "val")
+    images = [central_square(read_image(path), 32) for path in bar(tree.files, "decoding CIFAR-10",
+                                                                   leave=False)]
     return Split(torch.stack(images), tree.labels, tree.classes)
 
 

@@ -9,18 +9,22 @@ import json
 import math
 import os
 import zlib
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 from unicodedata import normalize
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader, Dataset
 
 from common import InputError
 from data.rng import RANDOM_CROP, uniform
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
+# names of the folders of your own data that contain a part
+PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
+         "test": "test"}
 
 
 class Split(NamedTuple):
@@ -30,10 +34,6 @@ class Split(NamedTuple):
     classes: list                            # class names, str; labels are indices into it
     masks: torch.Tensor | None = None        # scenes: (N, H, W) uint8, 0: none, k + 1: class k
     hashes: list = []                        # your own images: `marks` of every file
-
-    def content(self):
-        """Return what `fingerprint` hashes."""
-        return self.images, self.labels, self.classes
 
 
 def send(x, device):
@@ -54,7 +54,6 @@ def read_image(path):
 
     torchvision decodes JPEG files, because it is faster than Pillow and returns the same pixels.
     """
-    from PIL import Image, ImageOps
     try:
         data = np.fromfile(path, np.uint8)
         if data[:3].tobytes() == b"\xff\xd8\xff":                           # JPEG
@@ -91,8 +90,8 @@ def list_files(folder, endings=IMAGE_EXTENSIONS):
 
 def subfolders(root):
     """Return {name: path} of the folders and linked folders in a folder."""
-    folders = [entry for entry in entries(root) if os.path.isdir(entry.path)]
-    found = {composed(entry.name): entry.path for entry in folders}
+    folders = [entry.path for entry in entries(root) if entry.is_dir()]
+    found = {composed(os.path.basename(path)): path for path in folders}
     if len(found) < len(folders):                       # one class would replace the other
         raise InputError(f"{root} contains two folders of one name in different Unicode forms")
     return found
@@ -113,10 +112,6 @@ def walk_images(folder):
     return list_files(folder) + inner
 
 
-PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
-         "test": "test"}
-
-
 def part_folders(root):
     """Return {"train", "val" or "test": path} of the folders with these names, else {"": root}."""
     found = [(PARTS[name.lower()], path) for name, path in subfolders(root).items()
@@ -128,35 +123,29 @@ def part_folders(root):
 
 # --- held-out images ------------------------------------------------------------------------------
 
-def name_hash(name):
-    """Hash a name, equally on every system."""
-    return zlib.crc32(composed(name).encode("utf-8", "surrogateescape"))
-
-
-def file_hash(path):
-    """Hash the bytes of a file: 16 hex digits."""
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()[:16]
-
-
 def marks(path, image):
     """Return two hashes of an image (3, H, W), by which an evaluation recognises training images.
 
     The hash of the pixels finds a file that was renamed, moved or copied. The hash of the path
     finds a file that was edited or saved again.
     """
-    place = composed(os.path.realpath(path)).encode("utf-8", "surrogateescape")
+    place = composed(os.path.realpath(path)).encode()
     return {hashlib.sha256(data).hexdigest()[:16] for data in (image.numpy().tobytes(), place)}
+
+
+def name_hash(name):
+    """Hash a name, equally on every system."""
+    return zlib.crc32(composed(name).encode())
 
 
 def choose_part(found, part, name):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
     found: {folder: {class: [file]}}, with the folders of `part_folders`. val chooses best.pt, and
-    test is reported. A hash of name(file) orders the files of a class: the first tenth becomes test
-    and the last tenth val, at least one file each. So a new file moves at most one other file into
-    or out of each part. The folder test/ replaces the first tenth, and val/ the last tenth; val/
-    without test/ is reported as test. "all" is test/ or val/ if they exist, else all files.
+    test is reported. The folders test/ and val/ are these parts; val/ without test/ is test.
+    Otherwise a hash of name(file) orders the files of a class: the first tenth becomes test and the
+    last tenth val, at least one file each. So a new file moves at most one other file into or out
+    of each part. "all" is the folder of test, if there is one, else all files.
     """
     given = {one: sum(found[one].values(), []) for one in ("test", "val") if one in found}
     if list(given) == ["val"]:
@@ -180,15 +169,22 @@ def choose_part(found, part, name):
 
 
 def fingerprint(dataset):
-    """Hash a data set: 16 hex digits that depend on its pixels or files, labels and class names.
+    """Hash a data set: 16 hex digits that depend on its classes, labels, and images or files.
 
-    Its method `content` returns a tuple of tensors and lists. Files that are not in memory count by
-    name and size, and some by their bytes.
+    Files count by name and size, and by their bytes; of more than 2,000 files, about 100 are read.
     """
     digest = hashlib.sha256()
-    for part in dataset.content():
-        digest.update(part.cpu().numpy().tobytes() if isinstance(part, torch.Tensor)
-                      else json.dumps(part).encode())
+    for name in ("images", "labels"):
+        if hasattr(dataset, name):
+            digest.update(getattr(dataset, name).cpu().numpy().tobytes())
+    digest.update(json.dumps(list(dataset.classes)).encode())
+    files = np.ravel(getattr(dataset, "files", []))
+    step = len(files) // 100 if len(files) > 2000 else 1
+    for i, path in enumerate(files):
+        digest.update(f"{composed(os.path.basename(path))} {os.path.getsize(path)}".encode())
+        if i % step == 0:
+            with open(path, "rb") as file:
+                digest.update(file.read())
     return digest.hexdigest()[:16]
 
 
@@ -197,7 +193,7 @@ def fingerprint(dataset):
 def central_square(image, size, share=1.0, resample="bicubic"):
     """Crop the evaluation view: resize the short side to size / share, then crop the middle.
 
-    image: (3, h, w) uint8. Returns (3, size, size) uint8.
+    image: (3, h, w) uint8. Returns (3, size, size) uint8, within 1 grey level of Pillow's result.
     """
     from torchvision.transforms.v2 import functional as F
     height, width = image.shape[1:]
@@ -234,85 +230,60 @@ class ImageTree(Dataset):
 
     tree[position, index] returns an image (3, size, size) uint8 and two ints, label and position.
     `index` chooses the file. train=True: a random resized crop, which depends on `position`, the
-    sample's number in the whole run. train=False: `central_square`; tree[index] suffices. The
-    authors of ImageNet-C used resample="bilinear". Images are turned upright by their EXIF data,
-    unlike in torchvision's ImageFolder and timm.
+    sample's number in the whole run. train=False: `central_square`. Images are turned upright by
+    their EXIF data, unlike in torchvision's ImageFolder and timm.
     classes: names in label order, from the training split (default: this split's folders). Every
     folder must be one of them, and every class must have a folder unless subset=True.
     """
-    hashes = []
+    hashes, resample = [], "bicubic"
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0, crop=0.875,
-                 subset=False, resample="bicubic"):
-        self.folder = os.path.join(str(root), split) if root else ""
-        self.size, self.train, self.seed = size, train, seed
-        self.crop, self.resample = crop, resample
-        files = list_images(self.folder)
-        if not files:
-            raise InputError(f"there are no images in {self.folder}/<class>/")
+                 subset=False):
+        self.size, self.train, self.seed, self.crop = size, train, seed, crop
+        folder = os.path.join(str(root), split) if root else ""
+        files = list_images(folder)
         self.classes = list(files) if classes is None else list(classes)
         unknown = sorted(files.keys() - set(self.classes))
         missing = [] if subset else sorted(set(self.classes) - files.keys())
-        if unknown or missing:
-            raise InputError(f"the classes of {self.folder} and of the training differ: "
-                             f"{', '.join((unknown + missing)[:5])}")
+        if unknown or missing or not files:
+            raise InputError(f"{folder} has {len(files)} folders with images, expected one per "
+                             f"class; they differ: {', '.join((unknown + missing)[:5])}")
 
         # Use arrays: forked workers would copy a list, because they change reference counts.
         found = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
         self.labels = torch.tensor([k for k, _ in found])
-        start = len(os.path.join(self.folder, ""))
-        self.names = np.array([path[start:] for _, path in found])
+        self.files = np.array([path for _, path in found])
 
     def __len__(self):
-        return len(self.names)
-
-    def path(self, index):
-        return os.path.join(self.folder, self.names[index])
-
-    def content(self):
-        """Return what `fingerprint` hashes."""
-        sizes = [os.path.getsize(self.path(i)) for i in range(len(self))]
-        some = [file_hash(self.path(i)) for i in range(0, len(self), len(self) // 100 + 1)]
-        return [composed(name) for name in self.names], sizes, some, self.labels, self.classes
-
-    def load(self, index, draw):
-        """Decode and crop one file: (3, size, size) uint8."""
-        # The evaluation crop differs from Pillow's by at most 1 grey level. A training crop that is
-        # enlarged differs by more than 1 grey level in 1 of 20,000 pixels.
-        image = read_image(self.path(index))
-        if not self.train:
-            return central_square(image, self.size, self.crop, self.resample)
-        from torchvision.transforms.v2 import functional as F
-        left, top, width, height = random_crop_box(image.shape[2], image.shape[1], draw)
-        return F.resized_crop(image, top, left, height, width, [self.size, self.size],
-                              F.InterpolationMode(self.resample), antialias=True)
+        return len(self.files)
 
     def __getitem__(self, key):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys):
-        """Load a whole batch, and draw its random numbers in one call. DataLoader calls this."""
-        keys = [(key, key) if isinstance(key, int) else key for key in keys]
+        """Load a batch, and draw its random numbers in one call. DataLoader calls this."""
+        from torchvision.transforms.v2 import functional as F
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()
-        return [(self.load(index, draw), int(self.labels[index]), position)
-                for (position, index), draw in zip(keys, draws)]
+        samples = []
+        for (position, index), draw in zip(keys, draws):
+            image = read_image(self.files[index])
+            if self.train:
+                left, top, w, h = random_crop_box(image.shape[2], image.shape[1], draw)
+                image = F.resized_crop(image, top, left, h, w, [self.size, self.size],
+                                       F.InterpolationMode(self.resample), antialias=True)
+            else:
+                image = central_square(image, self.size, self.crop, self.resample)
+            samples.append((image, int(self.labels[index]), position))
+        return samples
 
 
-def collate(transform, samples):
-    """Stack samples [(image, label, position)] and transform them; a worker calls this function."""
-    images, labels, positions = default_collate(samples)
-    return transform(images, positions) if transform else images, labels, positions
-
-
-def image_batches(dataset, batches, num_workers=4, device="cpu", transform=None):
+def image_batches(dataset, batches, num_workers=4, device="cpu"):
     """Make a DataLoader of batches (images, labels, positions) on the CPU.
 
     batches: an iterable of lists of keys (position, index). num_workers: processes; 0 loads the
     images in this process. device: the device that trains; for CUDA, the memory is pinned.
-    transform: a function of a batch's (images, positions) that runs in the worker.
     """
     return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,
-                      pin_memory=torch.device(device).type == "cuda",
-                      collate_fn=partial(collate, transform))
+                      pin_memory=torch.device(device).type == "cuda")

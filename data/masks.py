@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 from common import InputError, bar
-from data.images import (IMAGE_EXTENSIONS, choose_part, composed, file_hash, list_files, marks,
-                         part_folders, read_image)
+from data.images import (IMAGE_EXTENSIONS, choose_part, composed, list_files, marks, part_folders,
+                         read_image)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -65,10 +65,6 @@ class Scenes(Dataset):
     def __getitem__(self, i):
         return self.images[i], self.labels[i]
 
-    def content(self):
-        """Return what `fingerprint` hashes."""
-        return self.images, self.labels, self.classes
-
 
 class SegTree(Dataset):
     """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
@@ -97,10 +93,6 @@ class SegTree(Dataset):
             raise InputError(f"{path} contains the value {values[wrong].max()}, but there are only "
                              f"{len(self.classes)} classes")
         return image, label
-
-    def content(self):
-        """Return what `fingerprint` hashes."""
-        return self.classes, [file_hash(path) for pair in self.files for path in pair]
 
 
 def read_annotation(path):

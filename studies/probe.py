@@ -113,7 +113,7 @@ def load_test_images(checkpoint, config, n):
         where = argparse.Namespace(data=name, data_dir=trained["data_dir"], device="cpu")
         source = load_test(where, trained, size, checkpoint.get("classes"))
     some = epoch_order(len(source.labels), 0, seed=0)[:n]              # shuffle the classes
-    images = (torch.stack([source[i][0] for i in some.tolist()]) if name == "imagenet"
+    images = (torch.stack([source[i, i][0] for i in some.tolist()]) if name == "imagenet"
               else source.images[some])
     return images.float() / 255, source.labels[some]
 
