@@ -198,7 +198,8 @@ class FAN(ViT):
         self.patch_embed.proj = stem(c.patch_size, C)
         self.pos_embed = Positions(c.image_size // c.patch_size, C)
         self.blocks = nn.ModuleList(
-            FANBlock(c, TokenAttention(C, H, c.layer_attn(i), **how), ChannelGate(C, H, hidden))
+            FANBlock(c, TokenAttention(C, H, layer_attention(c.attn, i, c.rpc_layers), **how),
+                     ChannelGate(C, H, hidden))
             for i in range(c.depth))
         self.cls_attn_blocks = nn.ModuleList(
             ClassBlock(c, ClassAttention(C, H, symmetric), Mlp(C, hidden)) for _ in range(2))

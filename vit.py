@@ -68,10 +68,6 @@ class ViTConfig:
     def num_tokens(self):             # N: one token per patch, and the class token
         return (self.image_size // self.patch_size) ** 2 + 1
 
-    def layer_attn(self, i):
-        """Return the name of the attention in layer i, a key of attention.ATTENTIONS."""
-        return layer_attention(self.attn, i, self.rpc_layers)
-
 
 # --- modules --------------------------------------------------------------------------------------
 
@@ -150,8 +146,8 @@ class ViT(nn.Module):
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, C))
         self.blocks = nn.ModuleList(
-            Block(C, SelfAttention(C, H, c.layer_attn(i), **how), Mlp(C, int(C * c.mlp_ratio)),
-                  c.drop_path * i / max(c.depth - 1, 1), c.eps)
+            Block(C, SelfAttention(C, H, layer_attention(c.attn, i, c.rpc_layers), **how),
+                  Mlp(C, int(C * c.mlp_ratio)), c.drop_path * i / max(c.depth - 1, 1), c.eps)
             for i in range(c.depth))
 
     def init_weights(self):

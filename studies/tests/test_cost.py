@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from attention import layer_attention
 from studies import cost
 from vit import SIZES, ViT, ViTConfig
 
@@ -15,8 +16,9 @@ def formula(config):
     """Return the multiply-adds of a ViT for one image, by a formula."""
     c, N, C, layers = config, config.num_tokens, config.embed_dim, 0
     for i in range(c.depth):
-        projections = 2 if c.layer_attn(i) in ("symmetric", "rpc") else 3  # k, v; or q, k, v
-        steps = c.pap["n_iter"] if c.layer_attn(i).startswith("rpc") else 1  # K K^T and A V each
+        attn = layer_attention(c.attn, i, c.rpc_layers)
+        projections = 2 if attn in ("symmetric", "rpc") else 3             # k, v; or q, k, v
+        steps = c.pap["n_iter"] if attn.startswith("rpc") else 1           # K K^T and A V each
         layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
     patches, norms = (N - 1) * 3 * c.patch_size ** 2 * C, 5 * N * C * (2 * c.depth + 1)
     return patches + layers + C * c.num_classes + norms
