@@ -1,16 +1,18 @@
 """Compare fan.py with the published models; test the scripts with a FAN."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval_robust
-import peers
 import train_cls
-from fixtures import SHARED
-from fan import FAN, FAN_SIZES, BatchNorm, FANConfig, fan_from_checkpoint
+from attention import SelfAttention
+from fan import FAN, FAN_SIZES, FANConfig, fan_from_checkpoint
 from processes import group
 from studies import probe
 from runs import call, log
@@ -18,8 +20,7 @@ from runs import call, log
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 PAP = dict(n_iter=3, lambd=0.2)
 KINDS = {"softmax": (dict(attn="softmax"), {}), "symmetric": (dict(attn="symmetric"), {}),
-         "rpc": (dict(attn="rpc", pap=PAP), {0: PAP}),
-         "rpc everywhere": (dict(attn="rpc", rpc_layers=(0, 1), pap=PAP), {0: PAP, 1: PAP})}
+         "rpc": (dict(attn="rpc", rpc_layers=(0, 1), pap=PAP), {0: PAP, 1: PAP})}
 
 
 def small(**kind):
@@ -27,13 +28,11 @@ def small(**kind):
     return FAN(FANConfig(**{**SMALL, **kind})).eval()
 
 
-def reference_model(weights, pos_features, dtype, **kind):
-    """Build our model with the reference's weights and position code; also return the weights."""
+def reference_model(weights, **kind):
+    """Build our model in float64 with these weights, for normalised images."""
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)
-    weights = {k: v for k, v in weights.items() if k in m.state_dict()}
     m.load_state_dict(weights)
-    m.pos_embed.code = pos_features.T[None, :, :, None]
-    return m.to(dtype), {k: v.to(dtype) for k, v in weights.items()}
+    return m.double()
 
 
 def part(arrays, prefix):
@@ -42,49 +41,139 @@ def part(arrays, prefix):
 
 # --- equal to the references --------------------------------------------------------------------
 
-def test_logits_and_block_outputs_equal_the_reference(golden):
-    a = golden("model_fan")
-    assert part(a, "sd/").keys() == small(attn="softmax").state_dict().keys()
-    m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, attn="softmax")
-    torch.testing.assert_close(m(a["x"].double()), a["logits64"], rtol=0, atol=1e-10)
-    m, _ = reference_model(part(a, "sd/"), a["pos_features"], torch.float32, attn="softmax")
-    got = []                                                    # the output of each block
-    for block in (*m.blocks, *m.cls_attn_blocks):
-        block.register_forward_hook(lambda block, inputs, output: got.append(output))
-    torch.testing.assert_close(m(a["x"]), a["logits32"], rtol=0, atol=2e-5)
-    assert len(got) == 4
-    for i, x in enumerate(got):
-        torch.testing.assert_close(x, a[f"stage{i}"], rtol=0, atol=2e-5)
-    torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T, a["pos_features"], rtol=0,
-                               atol=1e-6)
-
-
-@pytest.mark.skipif(not (SHARED / "golden/model_fan_symmetric.npz").exists(),
-                    reason="too large for a clone")
-@pytest.mark.parametrize("kind", ["symmetric", "rpc"])
-def test_symmetric_fans_and_gradients_equal_the_released_code(golden, kind):
-    a = golden("model_fan_symmetric")
-    weights = part(a, f"{kind}/sd/")
+@pytest.mark.parametrize("kind", ["softmax", "symmetric", "rpc"])
+def test_logits_and_gradients_equal_the_released_code(golden, kind):
+    a = golden("model_fan" if kind == "softmax" else "model_fan_symmetric")
+    prefix = "" if kind == "softmax" else f"{kind}/"
+    weights = part(a, f"{prefix}sd/")
     assert set(weights) == set(small(attn=kind).state_dict())
-    for dtype, bits, tol in ((torch.float32, 32, 2e-4), (torch.float64, 64, 1e-10)):
-        m, _ = reference_model(weights, a["pos_features"], dtype, attn=kind)
-        logits = m(a[f"{kind}/x"].to(dtype))
-        torch.testing.assert_close(logits, a[f"{kind}/logits{bits}"], rtol=0, atol=tol)
+    m = reference_model(weights, attn=kind)
+    torch.testing.assert_close(m.pos_embed.code[0, :, :, 0].T, a["pos_features"].double(), rtol=0,
+                               atol=1e-6)
+    m.pos_embed.code = a["pos_features"].double().T[None, :, :, None]
+    logits = m(a[f"{prefix}x"].double())
+    torch.testing.assert_close(logits, a[f"{prefix}logits64"], rtol=0, atol=1e-10)
     (logits.flatten() * torch.arange(20)).sum().backward()
-    for name, grad in part(a, f"{kind}/grad/").items():
+    for name, grad in part(a, f"{prefix}grad/").items():
         torch.testing.assert_close(m.get_parameter(name).grad, grad, rtol=0,
                                    atol=1e-10 * grad.abs().max().item())
 
 
+# FAN as one function of a state dict of the original code
+
+def linear(w, name, x):
+    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def layer_norm(w, name, x, eps=1e-6):
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
+
+
+def batch_norm(w, name, x):
+    return F.batch_norm(x, *(w[f"{name}.{end}"] for end in ("running_mean", "running_var", "weight",
+                                                            "bias")))
+
+
+def apart(x, heads):                                # (B, N, C) -> (B, H, N, D)
+    return x.reshape(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def attend(q, k, v, heads):
+    q, k, v = (apart(x, heads) for x in (q, k, v))
+    A = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return (A @ v).transpose(1, 2).reshape(len(v), -1, heads * v.shape[-1])
+
+
+def token_attention(w, name, z, heads, how):
+    C = z.shape[-1]
+    if f"{name}.q.weight" not in w:                                     # symmetric or RPC attention
+        layer = SelfAttention(C, heads, "rpc" if how else "symmetric", pap=how)
+        parts = {f"{ours}.{end}": w[f"{name}.{theirs}.{end}"]
+                 for ours, theirs in (("qkv", "kv"), ("proj", "proj"))
+                 for end in ("weight", "bias")}
+        return torch.func.functional_call(layer, parts, z)
+    kv = linear(w, f"{name}.kv", z)
+    out = attend(linear(w, f"{name}.q", z), kv[..., :C], kv[..., C:], heads)
+    return linear(w, f"{name}.proj", out)
+
+
+def channel_attention(w, name, z, heads):
+    B, N, C = z.shape
+    gates = []
+    for h, part in enumerate(z.split(C // heads, 2)):                   # head by head
+        q = linear(w, f"{name}.q", z).split(C // heads, 2)[h].softmax(1)
+        gate = torch.sigmoid((q * part.softmax(1).mean(2, keepdim=True)).sum(1))
+        gates.append(gate * w[f"{name}.temperature"][h, 0])
+    u = linear(w, f"{name}.mlp_v.fc1", z)
+    grid, dw = u.mT.reshape(B, -1, round(N ** 0.5), round(N ** 0.5)), f"{name}.mlp_v.dwconv"
+    for conv in ("conv1", "conv2"):
+        grid = F.conv2d(grid, w[f"{dw}.{conv}.weight"], w[f"{dw}.{conv}.bias"], padding=1,
+                        groups=u.shape[-1])
+        grid = batch_norm(w, f"{dw}.bn", F.gelu(grid)) if conv == "conv1" else grid
+    u = u + w[f"{name}.mlp_v.gamma"] * grid.reshape(B, -1, N).mT
+    u = layer_norm(w, f"{name}.norm_v", linear(w, f"{name}.mlp_v.fc2", u), 1e-5)
+    return u * torch.cat(gates, 1)[:, None]
+
+
+def class_block(w, b, x, heads):
+    z = layer_norm(w, f"{b}.norm1", x)
+    query = "q" if f"{b}.attn.q.weight" in w else "k"       # symmetric: the class token's key
+    parts = ((query, z[:, :1]), ("k", z), ("v", z))
+    looked = attend(*(linear(w, f"{b}.attn.{name}", part) for name, part in parts), heads)
+    x = x + w[f"{b}.gamma1"] * torch.cat([linear(w, f"{b}.attn.proj", looked), z[:, 1:]], 1)
+    x = layer_norm(w, f"{b}.norm2", x)
+    token = linear(w, f"{b}.mlp.fc2", F.gelu(linear(w, f"{b}.mlp.fc1", x[:, :1])))
+    return torch.cat([x[:, :1] + w[f"{b}.gamma2"] * token, 2 * x[:, 1:]], 1)
+
+
+def fan(w, x, pos, heads=4, rpc=None):
+    """Return the logits of normalised images x, with the state dict w.
+
+    pos: (patches, 64), the position code. rpc: {layer: settings}, the layers with RPC-Attention.
+    """
+    for i in range(0, 8, 2):
+        x, name = F.gelu(x) if i else x, f"patch_embed.proj.{i}"
+        x = batch_norm(w, f"{name}.1", F.conv2d(x, w[f"{name}.0.weight"], stride=2, padding=1))
+    C, token = x.shape[1], "pos_embed.token_projection"
+    x = x.flatten(2).mT + pos @ w[f"{token}.weight"].reshape(C, -1).T + w[f"{token}.bias"]
+
+    for i in range(len({k.split(".")[1] for k in w if k.startswith("blocks.")})):
+        b, how = f"blocks.{i}", (rpc or {}).get(i)
+        z = layer_norm(w, f"{b}.norm1", x)
+        x = x + w[f"{b}.gamma1"] * token_attention(w, f"{b}.attn", z, heads, how)
+        z = layer_norm(w, f"{b}.norm2", x)
+        x = x + w[f"{b}.gamma2"] * channel_attention(w, f"{b}.mlp", z, heads)
+    x = torch.cat([w["cls_token"].expand(len(x), -1, -1), x], 1)
+    for i in range(2):
+        x = class_block(w, f"cls_attn_blocks.{i}", x, heads)
+    return linear(w, "head", layer_norm(w, "norm", x)[:, 0])
+
+
+def positions(side):
+    """Return the sines and cosines of each patch's row and column, (side * side, 64)."""
+    code = torch.zeros(side * side, 64, dtype=torch.float64)
+    for token in range(side * side):
+        for i in range(64):
+            place = (token % side if i // 32 else token // side) + 1
+            angle = 2 * math.pi * place / (side + 1e-6) / 10000 ** (2 * (i % 32 // 2) / 32)
+            code[token, i] = math.cos(angle) if i % 2 else math.sin(angle)
+    return code
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_equal_the_model_written_out(golden, kind):
-    a, (settings, rpc), seen = golden("model_fan"), KINDS[kind], []
-    m, weights = reference_model(part(a, "sd/"), a["pos_features"], torch.float64, **settings)
-    theirs = {k: v.clone().requires_grad_("running" not in k and "tracked" not in k)
-              for k, v in weights.items()}
-    logits, _ = peers.fan(theirs, a["x"].double(), a["pos_features"].double(), rpc=rpc)
+def test_logits_and_gradients_equal_the_model_written_out(kind):
+    (settings, rpc), seen, weights = KINDS[kind], [], {}
+    for name, v in small(**settings).state_dict().items():
+        weights[name] = v + 0.2 * torch.randn(v.shape)          # norms and factors stay near 1
+        if v.ndim > 1:
+            weights[name] = torch.randn(v.shape) / v[0].numel() ** 0.5
+    m, x = reference_model(weights, **settings), torch.randn(2, 3, 64, 64).double()
+    theirs = {name: v.clone() for name, v in m.state_dict().items()}
+    for name, _ in m.named_parameters():
+        theirs[name].requires_grad_()
     m.blocks[0].attn.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    ours = m(a["x"].double())
+    m.pos_embed.code = positions(4).T[None, :, :, None]         # in float64
+    ours, logits = m(x), fan(theirs, x, positions(4), rpc=rpc)
     torch.testing.assert_close(ours, logits, rtol=0, atol=1e-10)
     for out in (logits, ours):
         (out * torch.arange(20).view(2, 10)).sum().backward()
@@ -93,6 +182,8 @@ def test_gradients_equal_the_model_written_out(golden, kind):
         torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-10, atol=1e-10, msg=name)
     if rpc:  # S is neither empty nor full
         assert 0.1 < (m.blocks[0].attn.trace(seen[0])[0]["S"] != 0).double().mean() < 0.999
+    torch.testing.assert_close(small().pos_embed.code[0, :, :, 0].T.double(), positions(4), rtol=0,
+                               atol=1e-5)
 
 
 def test_parameters_and_multiplications_are_the_published_ones():
@@ -133,7 +224,7 @@ def test_drop_path_has_one_rate_in_patch_blocks():
         assert 0.2 < (block(x) == x).all(2).all(1).float().mean() < 0.4
 
 
-def test_initial_weights_and_the_eps_of_every_norm():
+def test_initial_weights_equal_nvlabs():
     m = FAN(FANConfig(**{**SMALL, "embed_dim": 192, "depth": 1}))
     mlp = m.blocks[0].mlp.mlp_v
     for conv in (mlp.dwconv.conv1, mlp.dwconv.conv2):
@@ -141,30 +232,6 @@ def test_initial_weights_and_the_eps_of_every_norm():
     for layer in (mlp.fc1, m.blocks[0].attn.kv, m.cls_attn_blocks[0].attn.q):
         assert abs(layer.weight.std() - 0.02) < 5e-4 and layer.bias.abs().max() == 0
     assert abs(m.cls_token.std() - 0.02) < 5e-3
-    for how, eps in (({}, 1e-6), (dict(eps=1e-3), 1e-3)):
-        norms = {name: m.eps for name, m in small(**how).named_modules()
-                 if isinstance(m, torch.nn.LayerNorm)}
-        assert norms == {name: 1e-5 if name.endswith("norm_v") else eps for name in norms}
-        assert len(norms) == 11
-
-
-def test_batch_norm_over_processes_equals_pytorch(monkeypatch):
-    """Use eight values per channel, so that the variances of sample and population differ."""
-    ours, theirs, x = BatchNorm(3), torch.nn.BatchNorm2d(3), torch.randn(2, 3, 2, 2)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    monkeypatch.setattr(torch.distributed.nn, "all_reduce", lambda total: total)
-    torch.testing.assert_close(ours(x), theirs(x))
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value)
-
-
-def test_sync_batch_norm_replaces_every_norm():
-    m, x = small().eval(), torch.rand(2, 3, 64, 64)
-    before, logits = m.state_dict(), m(x)
-    m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)
-    assert not any(isinstance(part, BatchNorm) for part in m.modules())
-    assert m.state_dict().keys() == before.keys() and torch.equal(m(x), logits)
 
 
 # --- the scripts ---------------------------------------------------------------------------------

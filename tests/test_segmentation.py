@@ -1,11 +1,8 @@
-"""Test images with a label for every pixel.
-
-The transforms equal mmsegmentation's, random numbers depend on (seed, sample) only, and errors name
-the wrong file.
-"""
+"""Test images with a label for every pixel: transforms, random crops, and errors."""
 
 from argparse import Namespace
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -18,6 +15,7 @@ from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, ade20k, fin
                         load_segmentation, resize, resized, training_view,
                         varied)
 from data.rng import VIEW, uniform
+from data.shapes import render_scenes
 from runs import make_pairs
 from segmenter import SegmenterConfig
 
@@ -29,58 +27,49 @@ def root(tmp_path):
     return tmp_path / "pairs"
 
 
-def planes(x):
-    return x.movedim(-1, -3)  # (..., H, W, 3) -> (..., 3, H, W)
+# --- transforms equal OpenCV's, as mmsegmentation calls them --------------------------------------
+
+def test_labels_shift_and_unlabelled_pixels_are_ignored(root):
+    shifted = ade20k(root, "training", 150).label_of[[0, 1, 2, 150, 255]]
+    assert shifted.tolist() == [255, 0, 1, 149, 255]
 
 
-# --- transforms equal the reference ---------------------------------------------------------------
-
-def test_labels_shift_and_unlabelled_pixels_are_ignored(golden, root):
-    g = golden("seg_transforms")
-    tree = ade20k(root, "training", 4)
-    tree.label_of = ade20k(root, "training", 150).label_of
-    assert tree.label_of[[0, 1, 2, 150, 255]].tolist() == [255, 0, 1, 149, 255]
-    assert torch.equal(tree.label_of[g["label_raw"].long()], g["label_reduced"])
-
-
-def test_sizes_follow_the_references_rule(golden, monkeypatch):
+def test_sizes_follow_mmcvs_rule(monkeypatch):
+    """The image is the largest one that fits into the box, with the same aspect ratio."""
     asked = []
     monkeypatch.setattr(masks, "resize", lambda image, size: asked.append(size) or
                         image.new_zeros(3, *size))
-    for h, w, ratio, long, short, *new in golden("seg_transforms")["size_rule"].tolist():
-        assert (int(4 * 256 * ratio), int(256 * ratio)) == (long, short)
-        assert resized(int(h), int(w), int(long), int(short)) == tuple(new)
-        image = torch.zeros(3, int(h), int(w), dtype=torch.uint8)
-        training_view(image, image[0], [ratio / 4] + [0.0] * (VIEW_COLUMNS - 1), 256, (0.0, 4.0))
-        assert asked.pop() == tuple(new)
+    for h, w in (360, 480), (480, 360), (300, 1200), (333, 517):
+        for ratio in (0.5, 0.75, 1.0, 1.3, 2.0):
+            long, short = int(4 * 256 * ratio), int(256 * ratio)
+            scale = min(long / max(h, w), short / min(h, w))
+            new = int(h * scale + 0.5), int(w * scale + 0.5)
+            assert resized(h, w, long, short) == new
+            image, draw = torch.zeros(3, h, w).byte(), [ratio / 4] + [0.0] * (VIEW_COLUMNS - 1)
+            training_view(image, image[0], draw, 256, (0.0, 4.0))
+            assert asked.pop() == new
 
 
-def test_resizing_agrees_with_opencv(golden):
-    g = golden("seg_transforms")
-    H, W = g["resized_label"].shape
-    small = resize(planes(g["rgb"]), (H, W))
-    assert (small.int() - planes(g["resized_rgb"]).int()).abs().max() <= 1
+def test_resizing_agrees_with_opencv():
+    images, _, labels = render_scenes(torch.arange(1), 480)
+    image, label = images[0, :, :360], labels[0, :360].byte()
+    theirs = cv2.resize(image.permute(1, 2, 0).numpy(), (272, 204))
+    small = resize(image, (204, 272))
+    assert (small.int() - torch.from_numpy(theirs).permute(2, 0, 1).int()).abs().max() <= 1
     draw = [204.5 / 204 - 1] + [0.0] * (VIEW_COLUMNS - 2) + [0.9]  # r: the box (819, 204); no flip
-    image, label, h, w = training_view(planes(g["rgb"]), g["label_reduced"], draw, 204,
-                                       scales=(1.0, 2.0))
-    assert (h, w) == (204, 204) and torch.equal(label, g["resized_label"][:, :204])
-    assert torch.equal(image, small[:, :, :204])
+    view, found, h, w = training_view(image, label, draw, 204, scales=(1.0, 2.0))
+    theirs = cv2.resize(label.numpy(), (272, 204), interpolation=cv2.INTER_NEAREST)
+    assert (h, w) == (204, 204) and torch.equal(found, torch.from_numpy(theirs[:, :204]))
+    assert torch.equal(view, small[:, :, :204])
 
 
-def test_normalised_padding_is_exactly_zero(golden):
-    g = golden("seg_transforms")
-    mean, std = (g[name].float().view(3, 1, 1) / 255 for name in ("norm_mean", "norm_std"))
+def test_normalised_padding_is_exactly_zero():
     config = SegmenterConfig(num_classes=4)
-    torch.testing.assert_close(torch.tensor([config.mean, config.std]),
-                               torch.stack([mean, std]).flatten(1), rtol=0,
-                               atol=1e-6)
-    images = F.pad(planes(g["crop_rgb"])[None], (0, 16, 0, 8))  # 136 x 144: padded
-    images = F.pad(images, (0, 0, 0, 8))
-    height, width = torch.tensor([128]), torch.tensor([120])
-    out = (finish_views(images, height, width, mean) - mean) / std
-    torch.testing.assert_close(out[0, :, :128, :120], planes(g["normalised"])[:, :, :120], rtol=0,
-                               atol=1e-5)
-    assert (out[0, :, 128:] == 0).all() and (out[0, :, :, 120:] == 0).all()
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.mean, config.std))
+    images = torch.full((1, 3, 40, 40), 120).byte()
+    out = (finish_views(images, torch.tensor([30]), torch.tensor([20]), mean) - mean) / std
+    torch.testing.assert_close(out[0, :, :30, :20], ((120 / 255 - mean) / std).expand(3, 30, 20))
+    assert (out[0, :, 30:] == 0).all() and (out[0, :, :, 20:] == 0).all()
 
 
 # --- the crop -------------------------------------------------------------------------------------

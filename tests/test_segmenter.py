@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fixtures import SHARED
 from vit import resize_pos_embed
 from data.masks import resize
-from segmenter import (MaskDecoder, Segmenter, SegmenterConfig, confusion, evaluate,
-                       predict_classes, scores, view, view_logits, window_corners)
+from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate,
+                       predict_classes, scores, view, view_logits)
 
 TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
@@ -35,9 +34,7 @@ def reference_model(arrays, **kind):
 
 
 def close(got, expected, atol=1e-4):
-    """Return True, or raise an AssertionError that names the difference."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol, check_dtype=False)
-    return True
 
 
 # --- equal to references --------------------------------------------------------------------------
@@ -46,10 +43,6 @@ def close(got, expected, atol=1e-4):
 def test_every_kind_equals_upstream_with_gradients(golden, name):
     a = golden(name)
     m = reference_model(a, **REFERENCES[name])
-    tokens = []
-    m.encoder.norm.register_forward_hook(lambda norm, inputs, output: tokens.append(output))
-    close(m.masks(a["input"]), a["decoder_masks"])
-    close(tokens[0], a["encoder_tokens"])
     logits = m(a["input"])
     close(logits, a["logits"])
     close(m(a["odd_input"]), a["odd_logits"])  # padded, cropped
@@ -65,19 +58,27 @@ def test_every_kind_equals_upstream_with_gradients(golden, name):
 def test_windows_and_views_equal_upstream(golden):
     a, m = golden("seg_sliding"), reference_model(golden("seg_mask"))
     window, stride, shape = int(a["window"]), int(a["stride"]), a["ori_shape"].tolist()
-    probabilities = []
     for i in range(3):
         image = a[f"im_{i}"][0]
         x = view(image, min(image.shape[1:]), 1, window)        # the image has its final size
-        assert list(x.shape[1:]) == a[f"resized_shape_{i}"].tolist()
-        anchors = [tuple(corner) for corner in a[f"anchors_{i}"].tolist()]
-        assert window_corners(*x.shape[1:], window, stride) == anchors
         logits = resize(view_logits(m, [x], window, stride, 3)[0], shape)
-        probabilities.append((logits.flip(2) if a[f"flip_{i}"] else logits).softmax(0))
-        close(probabilities[-1], a[f"prob_{i}"])
-    mean = torch.stack(probabilities).mean(0)
-    close(mean, a["prob_mean"])
-    assert torch.equal(mean.argmax(0), a["argmax"].long())
+        close((logits.flip(2) if a[f"flip_{i}"] else logits).softmax(0), a[f"prob_{i}"])
+
+
+def test_logits_equal_the_model_written_out():
+    m, x = small(), torch.rand(2, 3, 27, 50)                            # padded to 32 x 56
+    e, d, (mean, std) = m.encoder, m.decoder, (m.encoder.mean, m.encoder.std)
+    z = F.pad((x - mean) / std, (0, 6, 0, 5))
+    pos = e.pos_embed[:, 1:].mT.unflatten(2, (4, 4))
+    pos = F.interpolate(pos, (4, 7), mode="bilinear").flatten(2).mT
+    z = torch.cat([(e.cls_token + e.pos_embed[:, :1]).expand(2, -1, -1), e.patch_embed(z) + pos], 1)
+    z = e.norm(e.blocks[1](e.blocks[0](z)))[:, 1:]
+    z = torch.cat([d.proj_dec(z), d.cls_emb.expand(2, -1, -1)], 1)
+    z = d.decoder_norm(d.blocks[1](d.blocks[0](z)))
+    patches, classes = (F.normalize(part @ weight, dim=2) for part, weight in
+                        ((z[:, :-4], d.proj_patch), (z[:, -4:], d.proj_classes)))
+    masks = d.mask_norm(patches @ classes.mT).mT.unflatten(2, (4, 7))
+    close(m(x), F.interpolate(masks, (32, 56), mode="bilinear")[:, :, :27, :50], atol=1e-5)
 
 
 def test_positions_are_resized_as_upstream(golden):
@@ -108,21 +109,6 @@ def test_parameter_counts_equal_upstream():
                 for part in (m.encoder, m.decoder)] == [encoder, decoder]
 
 
-@pytest.mark.skipif(not (SHARED / "golden/seg_decoder_rpc.npz").exists(),
-                    reason="too large for a clone")
-def test_rpc_decoder_and_gradients_equal_the_released_code(golden):
-    a = golden("seg_decoder_rpc")
-    K, P, C, H, side = a["config"].tolist()
-    d = MaskDecoder(SegmenterConfig(side * P, P, K, C, num_heads=H, decoder_heads=H, attn="rpc",
-                                    pap=dict(n_iter=6))).double()
-    d.eval().load_state_dict({k[3:]: v for k, v in a.items() if k.startswith("sd/")})
-    masks = d(a["x"].double()).mT.unflatten(2, (side, side))
-    close(masks, a["masks64"], atol=1e-9)
-    (masks.flatten() * torch.arange(masks.numel()) / masks.numel()).sum().backward()
-    for key in [k for k in a if k.startswith("grad/")]:
-        assert close(d.get_parameter(key[5:]).grad, a[key], atol=1e-9 * a[key].abs().max().item())
-
-
 @pytest.mark.parametrize("kind,encoder,decoder", [
     (dict(attn="rpc", rpc_layers=(0, 1)), "rpc rpc", "rpc symmetric"),
     (dict(attn="rpc", decoder_attn="softmax"), "rpc symmetric", "softmax softmax"),
@@ -146,15 +132,6 @@ def test_initial_weights_equal_upstream():
     assert all(p.abs().max() == 0 for n, p in d.named_parameters() if n.endswith(".bias"))
     assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n
                and n.endswith(".weight"))
-
-
-def test_padding_is_mean_colour_and_cropped_away():
-    m, x = small(), torch.rand(2, 3, 27, 50)
-    padded = torch.tensor(m.config.mean).view(1, 3, 1, 1).repeat(2, 1, 32, 56)
-    padded[:, :, :27, :50] = x
-    with torch.no_grad():
-        assert m(x).shape == (2, 4, 27, 50) and m.masks(x).shape == (2, 4, 4, 7)
-        close(m(x), m(padded)[:, :, :27, :50], atol=1e-5)
 
 
 def test_positions_follow_the_shape_of_the_grid():

@@ -24,11 +24,11 @@ def small(**kind):
     return ViT(ViTConfig(**{**TINY, **kind})).eval()
 
 
-def reference_model(arrays, dtype, **kind):
+def reference_model(arrays, **kind):
     m = small(mean=(0, 0, 0), std=(1, 1, 1), **kind)  # reference inputs are normalised already
     m.load_state_dict({re.sub(r"attn\.s$", "attn.learned.s", k[3:]): v for k, v in arrays.items()
                        if k.startswith("sd/")})
-    return m.to(dtype)
+    return m.double()
 
 
 # --- equal to references --------------------------------------------------------------------------
@@ -36,21 +36,13 @@ def reference_model(arrays, dtype, **kind):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_models_and_gradients_equal_the_released_code(golden, variant):
     a = golden("model_symvit")
-    m = reference_model(a, torch.float64, **VARIANTS[variant])
-    got = []                                                    # the output of each block
-    for block in m.blocks:
-        block.register_forward_hook(lambda block, inputs, output: got.append(output))
+    m = reference_model(a, **VARIANTS[variant])
     logits = m(a["x"].double())
-    for x, name in zip((*got, logits), ("block0", "block1", "logits64"), strict=True):
-        torch.testing.assert_close(x, a[f"{variant}/{name}"], rtol=0, atol=1e-10)
-    loss = F.cross_entropy(logits, a["target"])
-    torch.testing.assert_close(loss, a[f"{variant}/loss64"], rtol=0, atol=1e-10)
-    loss.backward()
+    torch.testing.assert_close(logits, a[f"{variant}/logits64"], rtol=0, atol=1e-10)
+    F.cross_entropy(logits, a["target"]).backward()
     for key in [k for k in a if k.startswith(f"{variant}/grad/")]:
         torch.testing.assert_close(m.get_parameter(key.split("/")[-1]).grad, a[key], rtol=0,
                                    atol=1e-10)
-    m = reference_model(a, torch.float32, **VARIANTS[variant])
-    torch.testing.assert_close(m(a["x"]), a[f"{variant}/logits32"], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name,kind", [("model_scaled_S", "scaled_s"),
@@ -58,7 +50,7 @@ def test_models_and_gradients_equal_the_released_code(golden, variant):
                                        ("model_vit_asym", "softmax")])
 def test_scaled_and_softmax_models_equal_their_references(golden, name, kind):
     a = golden(name)
-    got = reference_model(a, torch.float64, attn=kind)(a["x"].double())
+    got = reference_model(a, attn=kind)(a["x"].double())
     torch.testing.assert_close(got, a["logits64"], rtol=0, atol=1e-10)
 
 
@@ -117,15 +109,6 @@ def test_both_initialisations_have_their_standard_deviation():
     assert abs(m.pos_embed.std() - 0.02) < 1e-3
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_rpc_exports_with_any_batch_size():
-    m, images = small(attn="rpc", pap=dict(n_iter=2)), torch.rand(5, 3, 32, 32)
-    sizes = {0: torch.export.Dim("batch", max=99)}
-    program = torch.export.export(m, (images[:3],), dynamic_shapes=(sizes,), strict=False)
-    for part in (images[:1], images):
-        torch.testing.assert_close(program.module()(part), m(part), rtol=0, atol=1e-6)
-
-
 def test_drop_path_drops_samples_and_grows_by_layer():
     torch.manual_seed(0)
     block, x = small(drop_path=0.4).blocks[1], torch.randn(1, 5, 48).expand(2000, 5, 48)
@@ -167,9 +150,8 @@ def test_another_image_size_resizes_positions_as_deit(tmp_path, capsys):
     assert all(torch.equal(w, own[name]) for name, w in big.head.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["scaled_s", "scaled_alpha"])
-def test_load_timm_reads_released_scaled_attention(kind):
-    model = small(embed_dim=64, num_heads=1, attn=kind)
+def test_load_timm_reads_released_scaled_attention():
+    model = small(embed_dim=64, num_heads=1, attn="scaled_s")
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.learned.s)
     theirs = {name.replace("learned.", ""): w for name, w in model.state_dict().items()}
@@ -178,10 +160,10 @@ def test_load_timm_reads_released_scaled_attention(kind):
 
 
 @pytest.mark.parametrize("key", ["model", None])
-def test_load_timm_reads_weights_with_timms_names(key):
-    model = ViT(ViTConfig(embed_dim=128, depth=2, num_heads=2, image_size=64)).eval()
+def test_load_timm_reads_prefixes_and_wrapped_states(key):
+    model = small(embed_dim=128, num_heads=2)
     state = {f"module._orig_mod.{name}": w for name, w in model.state_dict().items()}
-    loaded, images = load_timm({key: state} if key else state), torch.rand(2, 3, 64, 64)
+    loaded, images = load_timm({key: state} if key else state), torch.rand(2, 3, 32, 32)
     assert loaded.config.num_heads == 2 and torch.equal(loaded(images), model(images))
 
 
