@@ -40,6 +40,8 @@ def run(main):
     torch.set_flush_denormal(True)      # for speed (docs/data.md), also in DataLoader workers
     try:
         main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except InputError as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
         words = str(e).splitlines()[-1].removeprefix("common.InputError: ")

@@ -685,8 +685,6 @@ def main():
            f"The numbers of {path} are in per cent. Compare numbers of one line only. An accuracy "
            f"of 50 % on {fewest} images has a 95 % interval of ±{98 / fewest ** 0.5:.0f} points. "
            f"One network per variant is not enough to rank variants: train several seeds.")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

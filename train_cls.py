@@ -405,8 +405,6 @@ def main():
     if best:
         common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {args.out_dir}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

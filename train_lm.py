@@ -33,7 +33,6 @@ from dataclasses import asdict
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
@@ -397,8 +396,6 @@ def main():
     if best:                                                        # in the first process
         common.print0(f"best.pt: step {best['step']}, lowest perplexity {best['perplexity']:.2f}")
     common.print0(f"next: python train_lm.py --eval_only {args.out_dir}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

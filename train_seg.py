@@ -398,8 +398,6 @@ def main():
         common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
     common.print0(f"next: python train_seg.py --eval_only {args.out_dir}",
                   f"or: python look.py --ckpt {args.out_dir}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
