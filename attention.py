@@ -29,8 +29,7 @@ The paper's text and its released code differ. Here you choose:
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
 The defaults follow the released code. `FORMS` names three combinations of the choices in the first
-three rows. No choice of lambda makes the two thresholds equal for all keys: if all keys are
-doubled, mu is halved, so lambda * mu is halved and lambda / mu is doubled.
+three rows.
 """
 
 import math
@@ -154,8 +153,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     the attention in line 4 of Algorithm 1.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
-    K, S, L and Z are float32 or float64, also for bf16 inputs. With n_iter = 1 and q=None the
-    result is symmetric attention on K - S, the keys with their entries clamped to [-tau, tau].
+    K, S, L and Z are float32 or float64, also for bf16 inputs.
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
@@ -226,10 +224,8 @@ class ScaledAlphaAttention(nn.Module):
 
 # name: (own_queries, function). function(q, k, v, layer) returns h; q, k, v and h are (B, H, N, D).
 # own_queries: True if the layer projects queries, False if the keys are the queries (then q is k).
-# layer is the SelfAttention that calls the function. layer.attn_kwargs contains causal and
-# dropout_p: an attention that does not use them has no causal mask and no dropout on A. An
-# attention with parameters is an nn.Module class. It is built as Class(layer), and its forward
-# takes (q, k, v, layer).
+# layer is the SelfAttention that calls the function; layer.attn_kwargs contains causal and
+# dropout_p. An attention with parameters is an nn.Module class, which is built as Class(layer).
 ATTENTIONS = {
     "softmax": (True, lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs)),
     "symmetric": (False, lambda q, k, v, layer: symmetric_attention(k, v, **layer.attn_kwargs)),
@@ -239,8 +235,8 @@ ATTENTIONS = {
     "scaled_s": (True, ScaledAttention),
     "scaled_alpha": (True, ScaledAlphaAttention),
 }
-# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). rpc_layers comes
-# from the config. As a value of --attn, a name that is in both tables means the pattern.
+# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). A name that is in
+# both tables means the pattern.
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}           # symmetric RPC, asymmetric softmax
 
@@ -331,8 +327,7 @@ def every_pap(model, **settings):
         with every_pap(model, shrink=mine, n_iter=2):   # runs the same weights with another PAP
             logits = model(images)
 
-    It changes the dict `pap` of every module that has one, so an attention of yours that uses PAP
-    must call rpc_attention(k, v, **layer.pap).
+    An attention of yours that uses PAP must call rpc_attention(k, v, **layer.pap).
     """
     before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
     for layer in before:

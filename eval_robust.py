@@ -21,11 +21,10 @@ that the model no longer predicts the true class. The arithmetic is float32. An 
 classifies wrongly is not attacked and counts as not robust. Random numbers depend on (seed, image)
 alone, so the batch size, the number of processes and a second run do not change them.
 
-With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`). They change
-normalised images and do not clip them to [0, 1]. The attacks of PAPER_CLIPS clip normalised images
-themselves to [0, 1], which changes them before the attack. The model's own prediction takes the
-place of the true class, so misclassified images are attacked, too. Normalised pixels are divided by
-their standard deviation, about 0.226, so eps = 1/255 changes a pixel by about 0.226/255.
+With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
+normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
+0.226/255. Pixels are not clipped to [0, 1]. The model's own prediction takes the place of the true
+class, so misclassified images are attacked, too.
 """
 
 import argparse
