@@ -13,11 +13,7 @@ it imports only common.py, attention.py and data/rng.py.
 
 import torch
 
-
-def check_mode(model):
-    """Raise ValueError if a module is in train mode."""
-    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
-        raise ValueError("the model is in train mode: call model.eval() before attacking it")
+from robust.attacks import check_inputs
 
 
 def attack_batch(model, images, labels, attack, **index):
@@ -50,7 +46,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     Returns a dict of (n,) bool, True for a correct answer: "clean", the name of each attack, and
     "worst", under every attack.
     """
-    check_mode(model)
+    check_inputs(model, images)
     right = {name: [] for name in ("clean", *attacks)}
     for part in torch.arange(len(images)).split(batch_size):
         x, y = images[part], labels[part]

@@ -16,15 +16,13 @@ import torch.nn.functional as F
 
 from attention import every_pap, soft_threshold
 from common import wide
-from robust import check_mode
-from robust.attacks import image_numbers, margin, per_image, pgd
+from robust.attacks import margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
 # --- models that provide gradients ---------------------------------------------------------------
 
 def pap_steps(model, images):
     """Return the number of PAP steps per layer, or 0 if the model runs no PAP."""
-    check_mode(model)
     # A run with n_iter=1 counts the layers. The run without it counts the steps of all layers.
     steps, once = [], []
     with torch.no_grad():
@@ -88,7 +86,7 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     adv = pgd(model, images, labels, eps, index=index, **settings)
     if not pap_steps(model, images):
         return adv
-    eps, index = per_image(images, eps), image_numbers(images, index)
+    eps, index = per_image(images, eps, index)
     left = margin(wide(model(adv)), labels)
     for slope in (1.0, 0.0):
         rows = (left >= 0).nonzero()[:, 0]

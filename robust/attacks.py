@@ -5,22 +5,23 @@
 
 An attack is a function attack(model, images, labels, eps, *, seed=0, index=None, ...) that returns
 adversarial images:
-  model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes).
-            A module in train mode is an error: call model.eval() first
+  model     any function from pixels to logits, (B, 3, H, W) float32 in [0, 1] -> (B, classes);
+            a module must be in eval mode
   images    (B, 3, H, W) float32 in [0, 1], on the model's device; never changed
   labels    (B,) int64, the true classes (or predictions), which the attack tries to change
   eps       the largest change of a pixel value, for example 8/255: a number or a tensor that
             broadcasts to images. sld reads eps as an L1 budget; cw has no budget and ignores eps
   clip      True: adversarial pixels stay in [0, 1]; False: they may leave this range (as in the
             paper's code)
-  seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch;
-            an attack without random numbers ignores both
-The model's parameters and their .grad stay unchanged; an attack is faster if you freeze the
-parameters. The result is detached. The paper (Teo & Nguyen 2024) lists the attacks in sections 4.1
-and A.2. To add an attack, write such a function and add an entry to ATTACKS in eval_robust.py.
+  seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch.
+            index: (B,) int64; None: 0, 1, 2, ...
+The result is detached; the model's parameters and their .grad stay unchanged. An attack is faster
+if you freeze the parameters. Paper: Teo & Nguyen 2024, sections 4.1 and A.2. To add an attack,
+write such a function and add an entry to ATTACKS in eval_robust.py.
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -29,9 +30,12 @@ import torch.nn.functional as F
 from attention import soft_threshold
 from common import InputError, wide
 from data.rng import NOISE, SIGNS, START, uniform
-from robust import check_mode
 
 # --- shared by all attacks -----------------------------------------------------------------------
+
+# The loss per image, (B,). labels: (B,) int64, or (B, classes) probabilities.
+cross_entropy = partial(F.cross_entropy, reduction="none")
+
 
 def margin(logits, labels):
     """Return z_y - max_{j != y} z_j, (B,): negative where the model is fooled."""
@@ -39,13 +43,8 @@ def margin(logits, labels):
     return logits.gather(1, labels[:, None])[:, 0] - others.amax(1)
 
 
-def cross_entropy(logits, labels):
-    """Return the loss per image, (B,). labels: (B,) int64, or (B, classes) probabilities."""
-    return F.cross_entropy(logits, labels, reduction="none")
-
-
 def input_gradient(loss, model, images, labels):
-    """Return logits (B, classes), losses (B,), and the gradient of their sum; all are detached.
+    """Return logits (B, classes), losses (B,), and the gradient of the sum of the losses.
 
     loss: a function of (logits, labels) that returns (B,). The losses are summed, not averaged, so
     an image's gradient does not depend on the batch size.
@@ -59,14 +58,9 @@ def input_gradient(loss, model, images, labels):
 
 
 def bounds(images, eps, clip):
-    """Return the lowest and the highest pixels within the budget, both shaped as images."""
+    """Return the lowest and the highest pixels that the budget allows, both shaped as images."""
     low, high = images - eps, images + eps
     return (low.clamp(0, 1), high.clamp(0, 1)) if clip else (low, high)
-
-
-def project(adv, images, eps, clip):
-    """Pi: project into [images - eps, images + eps]; if clip, also into [0, 1]."""
-    return adv.clamp(*bounds(images, eps, clip))
 
 
 def column(t):
@@ -74,17 +68,12 @@ def column(t):
     return t[:, None, None, None]
 
 
-def image_numbers(images, index):
-    """Return index, (B,) int64, on the images' device; if index is None, return 0, 1, ..."""
-    if index is None:
-        index = torch.arange(len(images))
-    return index.to(images.device)
-
-
-def per_image(images, eps):
-    """Expand eps, a number or a tensor, so that eps[rows] broadcasts to images[rows]."""
+def per_image(images, eps, index):
+    """Return eps and index as tensors with one entry per image, so that [rows] selects images."""
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
-    return eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
+    eps = eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
+    index = torch.arange(len(images)) if index is None else index
+    return eps, index.to(images.device)
 
 
 def select_rows(state, on):
@@ -94,19 +83,16 @@ def select_rows(state, on):
 
 
 def noise_like(images, index, *key):
-    """Return uniform numbers in [-1, 1), shaped as images. key: for example seed, purpose."""
-    numbers = uniform(image_numbers(images, index), images[0].numel(), *key)    # in [0, 1)
-    return (2 * numbers - 1).view_as(images)
+    """Return uniform numbers in [-1, 1), shaped as images. key: seed, purpose, ..."""
+    return (2 * uniform(index, images[0].numel(), *key) - 1).view_as(images)
 
 
-# --- errors that would look like robustness ------------------------------------------------------
+# --- checks of errors that would look like robustness --------------------------------------------
 
 def check_inputs(model, images, eps=0.0, clip=True):
-    """Raise an error for a module in train mode, and for pixels or budgets outside [0, 1].
-
-    clip=False allows images outside [0, 1], such as normalised images, and any eps.
-    """
-    check_mode(model)
+    """Raise an error for a module in train mode and, if clip, for pixels or eps outside [0, 1]."""
+    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
+        raise ValueError("the model is in train mode: call model.eval() before attacking it")
     low, high = images.detach().aminmax()
     if clip and not (0 <= low and high <= 1):             # a comparison with nan is False
         raise InputError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
@@ -117,10 +103,7 @@ def check_inputs(model, images, eps=0.0, clip=True):
 
 
 def check_logits(logits):
-    """Raise InputError for logits that are not finite, and for probabilities.
-
-    Both give no useful gradient, so the model would look robust.
-    """
+    """Raise InputError for logits that are not finite, and for probabilities."""
     if not logits.isfinite().all():
         raise InputError("the model returns logits that are not finite (inf or nan)")
     if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
@@ -130,7 +113,7 @@ def check_logits(logits):
 
 @torch.no_grad()
 def clean_logits(model, images, eps=0.0, clip=True):
-    """Return the logits of the clean images, (B, classes), after all checks of this section."""
+    """Return the logits of the clean images, (B, classes), after both checks."""
     check_inputs(model, images, eps, clip)
     logits = wide(model(images))
     check_logits(logits)
@@ -149,7 +132,7 @@ def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
     check_inputs(model, images, eps, clip)
     logits, _, grad = input_gradient(cross_entropy, model, images, labels)
     check_logits(logits)
-    return project(images + eps * grad.sign(), images, eps, clip)
+    return (images + eps * grad.sign()).clamp(*bounds(images, eps, clip))
 
 
 @torch.no_grad()
@@ -158,19 +141,21 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, 
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
     alpha: the step size in pixel units, for example 2/255; None: 0.15 eps. random_start: begin at
-    x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py, so that
-    other users of the same seed draw other numbers.
+    x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py; another
+    purpose draws other random numbers.
     Madry et al. 2018;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
     """
     check_inputs(model, images, eps, clip)
     alpha = 0.15 * eps if alpha is None else alpha
+    eps, index = per_image(images, eps, index)
+    low, high = bounds(images, eps, clip)                       # Pi clamps to these
     adv = images
     if random_start:
-        adv = project(images + eps * noise_like(images, index, seed, purpose), images, eps, clip)
+        adv = (images + eps * noise_like(images, index, seed, purpose)).clamp(low, high)
     for _ in range(steps):
         logits, _, grad = input_gradient(cross_entropy, model, adv, labels)
-        adv = project(adv + alpha * grad.sign(), images, eps, clip)
+        adv = (adv + alpha * grad.sign()).clamp(low, high)
     check_logits(logits)
     return adv
 
@@ -182,7 +167,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
 
     attack: any attack with a random start. settings: other keywords of the attack.
     """
-    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
+    (eps, index), adv = per_image(images, eps, index), images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
         new_seed = (seed + 1_000_003 * run) % 2 ** 31
@@ -202,7 +187,9 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
 def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
     check_inputs(model, images, eps, clip)
-    return project(images + eps * noise_like(images, index, seed, NOISE, 0), images, eps, clip)
+    eps, index = per_image(images, eps, index)
+    moved = images + eps * noise_like(images, index, seed, NOISE, 0)
+    return moved.clamp(*bounds(images, eps, clip))
 
 
 def adam(grad, m, v, t, lr):
@@ -249,7 +236,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
     fooled = margin(clean_logits(model, images, eps, clip), labels) < 0
-    index = image_numbers(images, index)
+    eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)
     x = (images + eps * noise_like(images, index, seed, START)).clamp(low, high)
     # s: the state of the unfinished images; row i belongs to image s.row[i]. m and v are Adam's.
@@ -277,17 +264,13 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
 # --- L1 and L2 -----------------------------------------------------------------------------------
 
 def project_l1(v, radius):
-    """Return the nearest point with ||v||_1 <= radius, row by row (Duchi et al. 2008).
-
-    v: (B, ...); radius: a number or (B,).
-    """
-    radius = torch.as_tensor(radius, dtype=v.dtype, device=v.device).view(-1, 1)
-    u = v.flatten(1).abs().sort(1, descending=True).values
+    """Return the nearest points with ||v||_1 <= radius (Duchi et al. 2008). v: (B, n)."""
+    u = v.abs().sort(1, descending=True).values
     excess = u.cumsum(1) - radius                      # column j - 1: for the j largest entries
     j = torch.arange(1, u.shape[1] + 1, device=v.device)
     rho = (j * u > excess).sum(1, keepdim=True).clamp(min=1)           # last u_j > excess_j / j
     theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)            # 0: v is already inside
-    return soft_threshold(v, theta.view(-1, *[1] * (v.ndim - 1)))
+    return soft_threshold(v, theta)
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ import torch
 
 from common import InputError, print0, wide
 from data.rng import APGD, SQUARE, uniform
-from robust.attacks import (bounds, clean_logits, column, cross_entropy, image_numbers,
-                            input_gradient, margin, noise_like, per_image, select_rows)
+from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient, margin,
+                            noise_like, per_image, select_rows)
 
 
 def linf_norm(t):
@@ -67,7 +67,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     misclassified iterate.
     """
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
-    eps, index = per_image(images, eps), image_numbers(images, index)
+    eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)
     t = noise_like(images, index, seed, APGD, draw)
     start = (images + eps * t / column(linf_norm(t))).clamp(low, high)
@@ -156,7 +156,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
     """
     logits = clean_logits(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
-    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
+    (eps, index), adv = per_image(images, eps, index), images.clone()
     for k in range(targets.shape[1]):
         on = robust.nonzero()[:, 0]
         if not len(on):
@@ -200,10 +200,11 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
     `fab_base.py`, without its restarts.
     """
     logits = clean_logits(model, images, eps, clip)
+    eps, index = per_image(images, eps, index)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
                         labels=labels, targets=likely_targets(logits, labels, num_targets),
-                        eps=per_image(images, eps), adv=images,
+                        eps=eps, adv=images,
                         distance=torch.full_like(logits[:, 0], torch.inf))
     adv = images.clone()
     s = select_rows(s, logits.argmax(1) == labels)
@@ -254,7 +255,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     place and the signs of a square; here each image has its own.
     """
     logits = clean_logits(model, images, eps, clip)
-    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
+    (eps, index), adv = per_image(images, eps, index), images.clone()
     low, high = bounds(images, eps, clip)
     _, C, H, W = images.shape
     stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
@@ -323,7 +324,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
               "Square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps, clip)
     targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises an error for fewer than 4 classes
-    eps, index, adv = per_image(images, eps), image_numbers(images, index), images.clone()
+    (eps, index), adv = per_image(images, eps, index), images.clone()
     robust, counts = logits.argmax(1) == labels, []
     for stage, attack in stages.items():
         on = robust.nonzero()[:, 0]

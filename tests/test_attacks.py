@@ -176,15 +176,14 @@ def test_sld_spends_budget_on_largest_weights():
 
 
 def test_l1_projection_is_the_nearest_point():
-    v = torch.randn(30, 3, 5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    radius = torch.linspace(0, 1.2, 30, dtype=torch.float64) * l1(v)
-    low, high = torch.zeros(30, dtype=torch.float64), v.abs().flatten(1).amax(1)
+    v = torch.randn(30, 75, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    radius = torch.linspace(0, 1.2, 30, dtype=torch.float64)[:, None] * l1(v)[:, None]
+    low, high = torch.zeros(30, 1, dtype=torch.float64), v.abs().amax(1, keepdim=True)
     for _ in range(100):  # find theta by bisection
         theta = (low + high) / 2
-        over = l1((v.abs() - theta.view(-1, 1, 1, 1)).clamp(min=0)) > radius
+        over = l1((v.abs() - theta).clamp(min=0))[:, None] > radius
         low, high = torch.where(over, theta, low), torch.where(over, high, theta)
-    torch.testing.assert_close(project_l1(v, radius),
-                               v.sign() * (v.abs() - high.view(-1, 1, 1, 1)).clamp(min=0),
+    torch.testing.assert_close(project_l1(v, radius), v.sign() * (v.abs() - high).clamp(min=0),
                                atol=1e-10, rtol=0)
     assert torch.equal(project_l1(v, 1e9), v) and not project_l1(v, 0.0).any()
 
