@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, UNK, lines_to_score, load_corpus, perplexity,
-                       random_windows, seen_lines, sliding_nll, stored_vocabulary, text_folder)
+from data.text import (EOS, SPLITS, UNK, Vocabulary, lines_to_score, load_corpus, perplexity,
+                       random_windows, seen_lines, sliding_nll, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 from robust.words import WORD, word_swap
 
@@ -129,8 +129,6 @@ def get_args():
         name = "text" if args.data == "folder" else args.data
         args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{name}_{args.attn}")
     args.context = args.context or LM_SIZES[args.model]["context"]
-    if args.context < 2:
-        raise InputError("--context 1: expected 2 or more; a window of one token has no context")
     return args, checkpoint
 
 
@@ -190,13 +188,11 @@ def evaluate_only(args, rank, world, device):
     """
     checkpoint = common.load(args.eval_only)
     model, trained = lm_from_checkpoint(checkpoint).to(device), checkpoint["args"]
-    vocab, data_dir = stored_vocabulary(checkpoint), args.data_dir or trained["data_dir"]
+    vocab = Vocabulary(checkpoint["vocab"].split("\n"))
+    data_dir = args.data_dir or trained["data_dir"]
     data = args.data if args.data_dir else trained["data"]
     window = args.window or model.config.context
     stride = args.stride or max(window // 4, 1)
-    if window > model.config.context:
-        raise InputError(f"--window {window} is more than the context of {model.config.context} "
-                         f"tokens that the model was trained with")
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
     word, found = WORD if WORD in vocab else vocab.words[-1], []
@@ -270,7 +266,8 @@ def main():
     if args.sample:
         checkpoint = common.load(args.sample)
         model = lm_from_checkpoint(checkpoint).to(device)
-        return print(sample(model, stored_vocabulary(checkpoint), args, device))
+        vocab = Vocabulary(checkpoint["vocab"].split("\n"))
+        return print(sample(model, vocab, args, device))
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 

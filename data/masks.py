@@ -5,9 +5,8 @@
     views = TrainingViews(train, size=512)
     image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S)
 
-The training transforms come from mmsegmentation 0.14.1, in the order of
-`rstrudel/segmenter:segm/data/config/ade20k.py`. Resize, crop and flip run per image in DataLoader
-workers. Distortion (augment.py) and padding with the mean colour run on whole batches.
+The training transforms and their order come from mmsegmentation 0.14.1 and
+`rstrudel/segmenter:segm/data/config/ade20k.py`; torchvision distorts the colours.
 """
 
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch.utils.data import Dataset
 
 from common import InputError, bar
@@ -36,9 +36,8 @@ VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop,
 def load_segmentation(args, parts, classes=None, seen=()):
     """Load parts of the images that train_seg.py's flags select: a list of Scenes or SegTrees.
 
-    args: data, data_dir, num_classes; for --data shapes num_images and size. parts: "train"; "test"
-    for the reported scores; "val", which chooses best.pt in your own folder and is the test part of
-    other data; or "all", see data.images.choose_part. classes, seen: see own_folder.
+    parts: "train"; "test"; "val", which is the test part except in your own folder; or "all", see
+    data.images.choose_part. classes, seen: see own_folder.
     """
     if args.data == "folder":
         return own_folder(args.data_dir, parts, classes, seen)
@@ -96,11 +95,7 @@ class SegTree(Dataset):
 
 
 def read_annotation(path):
-    """Read an annotation, an 8-bit PNG of one channel, turned upright like its image.
-
-    Returns the stored values, (H, W) uint8, and the palette as bytes (b"" without one).
-    """
-    from PIL import Image, ImageOps
+    """Read an 8-bit PNG of one channel, upright: values (H, W) uint8, palette as bytes or b""."""
     try:
         image = ImageOps.exif_transpose(Image.open(path))
         mode, values, palette = image.mode, np.array(image), bytes(image.getpalette() or [])
@@ -115,14 +110,13 @@ def read_annotation(path):
 
 def pairs(root, split=""):
     """List (image path, annotation path) in root/images/<split> and root/annotations/<split>."""
-    images, annotations = {}, {}
-    for kind, found, endings in (("images", images, IMAGE_EXTENSIONS),
-                                 ("annotations", annotations, (".png",))):
-        for path in list_files(os.path.join(root, kind, split), endings):
-            name = composed(Path(path).stem)
-            if name in found:
-                raise InputError(f"{found[name]} and {path} have the same name, expected one file")
-            found[name] = path
+    found = []
+    for kind, endings in (("images", IMAGE_EXTENSIONS), ("annotations", (".png",))):
+        paths = list_files(os.path.join(root, kind, split), endings)
+        found.append({composed(Path(path).stem): path for path in paths})
+        if len(found[-1]) < len(paths):
+            raise InputError(f"{root}: two files in {kind}/{split} have one name")
+    images, annotations = found
     alone = sorted(images.keys() ^ annotations.keys())
     if alone:
         raise InputError(f"{root}: {len(alone)} files have no partner in images/ or annotations/, "
@@ -131,24 +125,20 @@ def pairs(root, split=""):
 
 
 def listed_classes(root):
-    """Read class names from classes.txt, one per line, else ADE20K's objectInfo150.txt, else []."""
-    plain, table = Path(root, "classes.txt"), Path(root, "objectInfo150.txt")
-    path = plain if plain.exists() else table
+    """Read class names from classes.txt, one per line; without this file, return []."""
+    path = Path(root, "classes.txt")
     lines = path.read_text("utf-8-sig").splitlines() if path.exists() else []
     names = [composed(line.strip()) for line in lines if line.strip()]
-    if path is table:
-        return [line.split("\t")[-1].split(",")[0] for line in names[1:]]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InputError(f"{path} lists {twice[0]!r} twice, expected different names")
+    if len({*names}) < len(names):
+        raise InputError(f"{path} lists a name twice, expected different names: {names[:9]}")
     return names
 
 
 def ade20k(root, split, num_classes=None, names=()):
     """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
 
-    num_classes: K (default: the number of listed classes). names: K class names, which are used if
-    no file in the folder lists names.
+    num_classes: K (default: the number of names in classes.txt). names: of the classes, if there is
+    no classes.txt.
     """
     if len(names) != num_classes:
         names = [f"class {k}" for k in range(num_classes or 0)]
@@ -159,11 +149,9 @@ def ade20k(root, split, num_classes=None, names=()):
 
 
 def own_folder(root, parts, classes=None, seen=()):
-    """Load parts of your own folder: a list of SegTrees. See data.images.choose_part.
+    """Load parts of your own folder, root/images and root/annotations: a list of SegTrees.
 
-    root/images and root/annotations contain the files, or both contain training/, validation/ and
-    test/, of which the last two are optional. The value k is class k, and 255 is ignored; but if
-    only 0 and 255 occur, 255 is class 1. classes.txt names the classes.
+    The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
     classes: in an evaluation, the network's classes; the folder may lack some of them. seen:
     `marks` of images that are left out, because the network was trained on them.
     """
@@ -228,11 +216,10 @@ def varied(label):
 
 
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
-    """Resize an image by a random factor, crop and flip it. draw: VIEW_COLUMNS numbers in [0, 1).
+    """Resize an image by a random factor, crop, flip and pad it. draw: VIEW_COLUMNS in [0, 1).
 
-    The image is resized to a long side of at most 4 * size * r and a short side of at most
-    size * r, with r uniform in `scales`. Then longer sides are cropped to `size`. A crop that is
-    not `varied` is drawn again, at most REDRAWS times. Shorter sides are padded on the right and
+    r is uniform in `scales`, the short side at most size * r, the long one at most 4 * size * r. A
+    crop that is not `varied` is drawn again, at most REDRAWS times. Padding is on the right and
     below. Returns image (3, size, size), label (size, size), both uint8, and height and width
     without padding.
     """
@@ -262,20 +249,24 @@ class TrainingViews(Dataset):
     """
 
     def __init__(self, source, size, scales=(0.5, 2.0), seed=0, distorted=True):
-        from torchvision.transforms.v2 import ColorJitter, Compose, RandomApply
         self.source, self.size, self.scales, self.seed = source, size, scales, seed
-        ranges = dict(brightness=32 / 255, contrast=0.5, saturation=0.5, hue=0.1)
-        self.distort = distorted and Compose(
-            [RandomApply([ColorJitter(**{name: value})], p=0.5) for name, value in ranges.items()])
+        self.distorted = distorted
+
+    def distort(self, image, position):
+        from torchvision.transforms.v2 import ColorJitter, RandomApply
+        with torch.random.fork_rng(devices=[]):         # torchvision has no argument `generator`
+            torch.manual_seed(seed_from(self.seed, DISTORT, position))
+            for change in (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
+                           ColorJitter(saturation=0.5), ColorJitter(hue=0.1)):
+                image = RandomApply([change], p=0.5)(image)
+        return image
 
     def __getitem__(self, key):
         position, index = key
         draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
         image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
-        if self.distort:
-            with torch.random.fork_rng(devices=[]):     # torchvision has no argument `generator`
-                torch.manual_seed(seed_from(self.seed, DISTORT, position))
-                image[:, :h, :w] = self.distort(image[:, :h, :w])
+        if self.distorted:
+            image[:, :h, :w] = self.distort(image[:, :h, :w], position)
         return image, label, (position, h, w)
 
 

@@ -1,8 +1,8 @@
 """Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
 
-A folder contains wiki.{train,valid,test}.tokens: words, separated by spaces. An <eos> is added to
-every line, also to blank lines (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and
-Python's documentation are converted to such files in out/cache.
+A folder contains wiki.{train,valid,test}.tokens: words, separated by spaces. An <eos> follows every
+line, also a blank line (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and Python's
+documentation become such files in out/cache.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -54,11 +54,6 @@ class Vocabulary(dict):
         return np.fromiter(map(self.__getitem__, words), "<u4")
 
 
-def stored_vocabulary(checkpoint):
-    """Return the Vocabulary that a checkpoint of train_lm.py stores."""
-    return Vocabulary(checkpoint["vocab"].split("\n"))
-
-
 class Corpus(NamedTuple):
     """Three texts as ids, (n,) uint32 each, and their vocabulary."""
     train: np.ndarray
@@ -68,7 +63,6 @@ class Corpus(NamedTuple):
 
 
 def token_file(folder, split):
-    """Return the path of wiki.<split>.tokens."""
     return Path(folder, f"wiki.{split}.tokens")
 
 
@@ -100,7 +94,7 @@ def text_folder(data, data_dir):
     """Return the folder of token files for --data and --data_dir.
 
     data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". A text file is
-    converted each time, because it may have changed: out/cache/<name>_<hash of the whole path>.
+    converted each time, because it may have changed.
     """
     if data_dir and Path(data_dir).is_dir():
         return Path(data_dir)
@@ -157,7 +151,7 @@ def hashes(paragraph):
 
 
 def seen_lines(data_dir):
-    """Return the `hashes` of the paragraphs of a text file that a training on this file uses."""
+    """Return the `hashes` of the paragraphs of a text file that its training uses."""
     if not data_dir or Path(data_dir).is_dir():
         return []
     parts = split_text(data_dir)
@@ -167,9 +161,9 @@ def seen_lines(data_dir):
 def lines_to_score(data, data_dir, seen):
     """Return the texts to evaluate a language model on: {split: lines of tokens}.
 
-    The splits are valid and test for folders of token files and for "pydoc". A text file is one
-    split, "unseen": the paragraphs without a hash in `seen`, the hashes of the training. Its rare
-    words do not become <unk>, because the model's vocabulary decides which words are known.
+    The splits are valid and test. But a text file is one split, "unseen": the paragraphs without a
+    hash in `seen`, the hashes of the training. The model's vocabulary decides which words are
+    known.
     """
     if not data_dir or Path(data_dir).is_dir():
         folder = text_folder(data, data_dir)
@@ -182,28 +176,8 @@ def lines_to_score(data, data_dir, seen):
     return {"unseen": unseen}
 
 
-def pydoc_documents():
-    """Return {name: [(title, text)]} of pydoc's topics and of the standard library's docstrings."""
-    from pydoc_data.topics import topics
-    documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
-    library = Path(os.__file__).parent
-    for path in sorted([*library.glob("*.py"), *library.glob("*/*.py")]):
-        if path.parent.name in NOT_PYDOC:
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):                           # for another Python version
-            continue
-        name = ".".join(path.relative_to(library).with_suffix("").parts)
-        nodes = [node for node in ast.walk(tree)
-                 if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-        texts = [(getattr(node, "name", name), ast.get_docstring(node)) for node in nodes]
-        documents[name] = [(title, text) for title, text in texts if text]
-    return {name: texts for name, texts in sorted(documents.items()) if texts}
-
-
 def pydoc_folder(parent):
-    """Write `pydoc_documents` as wiki.*.tokens, unless the files exist. Returns their folder.
+    """Write pydoc's topics and the standard library's docstrings as wiki.*.tokens, once.
 
     The text depends on Python's version alone. A hash of a document's name chooses its split: one
     sixteenth of the documents goes to valid, and one sixteenth to test. A paragraph becomes a line.
@@ -211,8 +185,18 @@ def pydoc_folder(parent):
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(token_file(folder, split).exists() for split in SPLITS):
         return folder
+    from pydoc_data.topics import topics
+    documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
+    library = Path(os.__file__).parent
+    for path in [*library.glob("*.py"), *library.glob("*/*.py")]:
+        if path.parent.name not in NOT_PYDOC:
+            name = ".".join(path.relative_to(library).with_suffix("").parts)
+            nodes = [node for node in ast.walk(ast.parse(path.read_bytes()))
+                     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+            texts = [(getattr(node, "name", name), ast.get_docstring(node)) for node in nodes]
+            documents[name] = [(title, text) for title, text in texts if text]
     parts = {split: [] for split in SPLITS}
-    for name, texts in pydoc_documents().items():
+    for name, texts in sorted(documents.items()):
         split = {1: "valid", 15: "test"}.get(zlib.crc32(name.encode()) % 16, "train")
         for i, (title, text) in enumerate(texts):
             sign = "= =" if i else "="
@@ -238,41 +222,35 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     return torch.from_numpy(tokens[at].astype(np.int64))
 
 
-def sliding_windows(num_targets, window, stride):
-    """Plan which windows score which targets: [(starts (n,) int64, length, scored)].
-
-    A window of `length` targets scores its last `scored` targets; every target is scored once. The
-    first window scores all its targets. Each later window begins `stride` tokens after the previous
-    one. The last window ends with the text; if stride equals window, it is shorter instead.
-    """
-    if not 1 <= stride <= window <= num_targets:
-        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
-                         f"{num_targets}, the number of targets in the text")
-    later = stride * torch.arange(1, (num_targets - window) // stride + 1)
-    rest = num_targets - window - stride * len(later)
-    length = window if stride < window else rest
-    parts = [(torch.tensor([0]), window, window), (later, window, stride),
-             (torch.tensor([num_targets - length]), length, rest)]
-    return [part for part in parts if len(part[0]) and part[2]]
-
-
 @torch.no_grad()
 def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
-    """Return the loss of each of tokens[1:] in a sliding evaluation: (M - 1,) float64, in nats.
+    """Return the loss of each of tokens[1:] in a sliding evaluation: (M,) float64, in nats.
 
-    tokens: (M,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
-    nll(h (b, s, C), targets (b, s)) -> (b, s). window, stride: see sliding_windows. The output
-    layer computes scored targets only. rank, world: each process computes its share of the windows,
-    and returns all losses, on the CPU. progress: text of the progress bar.
+    The first window scores all its targets. Each later window begins `stride` tokens after the
+    previous one and scores its last targets, so every target is scored once. The last window ends
+    with the text; if stride equals window, it is shorter instead.
+
+    tokens: (M + 1,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
+    nll(h (b, s, C), targets (b, s)) -> (b, s). rank, world: each process computes its share of the
+    windows, and returns all losses, on the CPU. progress: text of the progress bar.
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
     one window at a time).
     """
+    M = len(tokens) - 1                                                         # targets
+    if not 1 <= stride <= window <= M:
+        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
+                         f"{M}, the number of targets in the text")
+    later = stride * torch.arange(1, (M - window) // stride + 1)
+    rest = M - window - stride * len(later)
+    last = window if stride < window else rest                                  # its length
+    windows = [(torch.tensor([0]), window, window), (later, window, stride),    # starts, length,
+               (torch.tensor([M - last]), last, rest)]                          # scored targets
+    batches = [(part, length, scored) for starts, length, scored in windows if scored
+               for part in starts.split(batch_size) if len(part)][rank::world]
+
     device, training = next(model.parameters()).device, model.training
     tokens = torch.as_tensor(tokens).long().to(device)
-    nll = torch.zeros(len(tokens) - 1, device=device)
-    batches = [(part, length, scored)
-               for starts, length, scored in sliding_windows(len(nll), window, stride)
-               for part in starts.split(batch_size)][rank::world]
+    nll = torch.zeros(M, device=device)
     model.eval()
     for starts, length, scored in bar(batches, progress, leave=False):
         at = starts.to(device)[:, None] + torch.arange(length, device=device)      # (b, length)

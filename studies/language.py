@@ -32,8 +32,8 @@ import torch
 import common
 from attention import ATTENTIONS, symmetric_attention
 from common import InputError
-from data.text import (load_corpus, perplexity, random_windows, read_lines, sliding_nll,
-                       stored_vocabulary, text_folder, token_file)
+from data.text import (Vocabulary, load_corpus, perplexity, random_windows, read_lines, sliding_nll,
+                       text_folder, token_file)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from robust.words import WORD, word_swap
 from studies.stats import detectable, holm, paired_t, show, show_p
@@ -197,7 +197,7 @@ def test_row(out_dir, folder):
     """Score best.pt on the test text, read the log, and return these parts of a row."""
     checkpoint = common.load(out_dir / "best.pt")
     model = lm_from_checkpoint(checkpoint)
-    test, word = score_test_text(model, folder, stored_vocabulary(checkpoint))
+    test, word = score_test_text(model, folder, Vocabulary(checkpoint["vocab"].split("\n")))
     log = common.read_log(out_dir / "log.jsonl")
     start, last = log[0], [row for row in log if "eval" in row][-1]
     names = ("device", "torch", "parameters", "train_tokens", "vocab_size")

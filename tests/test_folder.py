@@ -227,7 +227,7 @@ def test_classes_txt_names_every_value_once():
     write("Boden\r\nWu\u0308rfel\r\nKreis", "utf-8-sig")
     assert own_folder("mine", ["train"])[0].classes == ["Boden", "W\u00fcrfel", "Kreis"]
     for text, words in (("# classes\na\nb\nc", "expected 4 classes"), ("a\nb", "expected 2"),
-                        ("a\nb\na", "lists 'a' twice")):        # a header line shifts all names
+                        ("a\nb\na", "lists a name twice")):        # a header line shifts all names
         write(text)
         with pytest.raises(InputError, match=words):
             own_folder("mine", ["train"])

@@ -1,5 +1,6 @@
 """Test train_lm.py alone; test_train.py tests the behaviour of all trainers."""
 
+import os
 import shutil
 from argparse import Namespace
 from functools import partial
@@ -32,12 +33,13 @@ def a_small_text(alone):
 def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     """All flags except --max_steps have their defaults. Fewer pydoc documents save time."""
     text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
-    topics = {f"topic {i}": [(f"name{i}", text)] for i in range(60)}
-    monkeypatch.setattr(data_text, "pydoc_documents", lambda: topics)
+    monkeypatch.setattr("pydoc_data.topics.topics", {f"name{i}": text for i in range(60)})
+    monkeypatch.setattr(os, "__file__", os.path.abspath("os.py"))
     train("--max_steps 2")
     out, folder = capsys.readouterr().out, Path("out/pydoc_rpc")
     checkpoint, sample = common.load(folder), log(folder, "sample")[2]
-    vocab, model = data_text.stored_vocabulary(checkpoint), lm_from_checkpoint(checkpoint)
+    vocab = data_text.Vocabulary(checkpoint["vocab"].split("\n"))
+    model = lm_from_checkpoint(checkpoint)
     lines = data_text.read_lines(Path("out/cache").glob("pydoc_*/wiki.valid.tokens").__next__())
     nats = data_text.sliding_nll(model, vocab.encode_lines(lines), 64, 64)      # one per token
     perplexity = data_text.perplexity(nats)
