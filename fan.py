@@ -16,8 +16,6 @@ import math
 from collections import OrderedDict
 
 import torch
-import torch.distributed as dist
-import torch.distributed.nn
 from torch import nn
 
 from attention import SelfAttention, layer_attention, softmax_attention
@@ -48,27 +46,8 @@ def stem(patch_size, dim):
     layers = []
     for i, o in zip(widths, widths[1:]):
         conv = nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False)
-        layers += [nn.Sequential(conv, BatchNorm(o)), nn.GELU()]
+        layers += [nn.Sequential(conv, nn.BatchNorm2d(o)), nn.GELU()]
     return nn.Sequential(*layers[:-1])
-
-
-class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm2d over the images of all processes, for CPUs; GPUs have nn.SyncBatchNorm."""
-
-    def forward(self, x):
-        if not self.training or not dist.is_initialized():
-            return super().forward(x)
-        n = x[:, 0].numel() * dist.get_world_size()
-        z = x.to(self.weight.dtype)
-        mean = dist.nn.all_reduce(z.sum((0, 2, 3), keepdim=True)) / n
-        z = z - mean
-        var = dist.nn.all_reduce(z.square().sum((0, 2, 3), keepdim=True)) / n
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean.flatten(), self.momentum)
-            self.running_var.lerp_(var.flatten() * n / (n - 1), self.momentum)
-        z = z * (var + self.eps).rsqrt() * self.weight[:, None, None] + self.bias[:, None, None]
-        return z.to(x.dtype)
 
 
 class Positions(nn.Module):
@@ -117,7 +96,7 @@ class ConvMlp(Mlp):
             nn.init.normal_(conv.weight, std=math.sqrt(2 / 9))
             nn.init.zeros_(conv.bias)
         self.dwconv = nn.Sequential(OrderedDict(conv1=conv1, gelu=nn.GELU(),
-                                                bn=BatchNorm(hidden_dim), conv2=conv2))
+                                                bn=nn.BatchNorm2d(hidden_dim), conv2=conv2))
 
     def forward(self, z):
         u, side = self.fc1(z), math.isqrt(z.shape[1])
