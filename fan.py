@@ -1,8 +1,8 @@
 """FAN-ViT with any attention of attention.py: App. E.7 of Teo & Nguyen 2024, Tables 9 and 10.
 
-Architecture and parameter names follow Zhou et al., ICML 2022 (`NVlabs/FAN:models/fan.py`), so the
-released checkpoints load into a FAN with softmax attention. The paper's baseline has symmetric
-attention everywhere, also for the class token, as in `rachtsy/FAN:models/fan_sym.py`.
+Architecture and parameter names: Zhou et al. 2022 (`NVlabs/FAN:models/fan.py`), so the released
+checkpoints load into a FAN with softmax attention. The paper's baseline has symmetric attention
+everywhere, also for the class token, as in `rachtsy/FAN:models/fan_sym.py`.
 
     model = FAN(FANConfig(**FAN_SIZES["fan_tiny"], attn="rpc", rpc_layers=(0,)))
     logits = model(images)                      # images (B, 3, 224, 224) in [0, 1] -> (B, 1000)
@@ -37,12 +37,9 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side.
-
-    For patches of 4, fan_tiny has 3-96-192 channels; in NVlabs/FAN it has 3-48-192 (fan.py:232).
-    """
+    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side."""
     steps = int(math.log2(patch_size))
-    widths = [3, *(dim >> i for i in reversed(range(steps)))]
+    widths = [3, *(dim >> i for i in reversed(range(steps)))]   # P=4: 3-96-192; NVlabs: 3-48-192
     layers = []
     for i, o in zip(widths, widths[1:]):
         conv = nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False)
@@ -53,8 +50,9 @@ def stem(patch_size, dim):
 class Positions(nn.Module):
     """Position embeddings (1, N, C): projected sines and cosines of each patch's row and column."""
 
-    def __init__(self, side, dim, size=32):
+    def __init__(self, side, dim):
         super().__init__()
+        size = 32
         i = torch.arange(size)
         place = torch.arange(1, side + 1) / (side + 1e-6) * 2 * math.pi
         angle = place[:, None] / 10000 ** (2 * (i // 2) / size)             # (side, size)
@@ -123,15 +121,12 @@ class ChannelGate(nn.Module):
 
 
 class ClassAttention(nn.Module):
-    """Attention of the class token, token 0, to all tokens: (B, N + 1, C) -> (B, 1, C).
-
-    symmetric: the key of the class token is its query.
-    """
+    """Attention of the class token, token 0, to all tokens: (B, N + 1, C) -> (B, 1, C)."""
 
     def __init__(self, dim, num_heads, symmetric):
         super().__init__()
         self.num_heads = num_heads
-        self.q = None if symmetric else nn.Linear(dim, dim)
+        self.q = None if symmetric else nn.Linear(dim, dim)     # None: its query is its key
         self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(3))
 
     def forward(self, z):
