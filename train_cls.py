@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
 from data.augment import augment_uint8, mix, soft_targets, to_float
-from data.datasets import DATASETS, load_data, split_name
+from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import ADVERSARIAL, DROPOUT, epoch_order, seed_from
 from robust.attacks import pgd
@@ -400,8 +400,9 @@ def main():
 
     if metrics:                             # the last step was evaluated
         minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {args.attn}: {split_name(args)} accuracy {metrics['top1']:.2f} "
-                      f"% ({metrics['images']} images), {minutes:.1f} minutes")
+        kind = "validation" if keep_best else "test"
+        common.print0(f"{args.data} {args.attn}: {kind} accuracy {metrics['top1']:.2f} % "
+                      f"({metrics['images']} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {args.out_dir}")

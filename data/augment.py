@@ -1,12 +1,11 @@
 """Augment whole batches: shift, flip, RandAugment, random erasing, mixup, cutmix.
 
 The recipe comes from `facebookresearch/deit:main.py`, where timm transforms one PIL image at a
-time. Here no loop runs over images (B, 3, H, W), and pixels stay on their device. Except for mixup
-and cutmix, the result for a sample depends on (seed, position) only; the position is its number in
-the whole run. Random decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU
-does not wait for a GPU.
+time. Here no loop runs over images (B, 3, H, W). Except for mixup and cutmix, the result for a
+sample depends on (seed, position) only; the position is its number in the whole run. Random
+decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU does not wait for a GPU.
 
-    images = to_float(augment_uint8(images, positions, seed), positions, seed)  # float32, in [0, 1]
+    images = to_float(augment_uint8(images, positions, seed, pad=4), positions, seed, erase=0.25)
     targets = soft_targets(labels, num_classes=10, smoothing=0.1)
 """
 
@@ -27,10 +26,9 @@ ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10
 # --- the recipe -----------------------------------------------------------------------------------
 
 def augment_uint8(images, positions, seed, pad=0, num_ops=0):
-    """Run the half of the recipe that stays in uint8: shift (pad > 0), flip, RandAugment.
+    """Shift by up to `pad` pixels, flip, and apply `num_ops` RandAugment operations per image.
 
-    positions: (B,) int64 on the CPU, below 2**31. pad: largest shift in pixels. num_ops:
-    RandAugment operations per image.
+    images: uint8. positions: (B,) int64 on the CPU, below 2**31.
     """
     if pad:
         images = random_crop(images, uniform(positions, 2, seed, SHIFT), pad)
@@ -59,10 +57,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 # --- shift and flip -------------------------------------------------------------------------------
 
 def random_crop(images, u, pad=4):
-    """Shift images by up to `pad` pixels, black outside: torchvision's RandomCrop(size, pad).
-
-    u: (B, 2) on the CPU, one number for top and one for left.
-    """
+    """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
     top, left = send((u.double() * (2 * pad + 1)).long(), images.device).unbind(1)
     crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all crops, as views
@@ -76,21 +71,19 @@ def random_hflip(images, u):
 
 
 # --- RandAugment ----------------------------------------------------------------------------------
-# Tone operations change each value of a channel by a table of 256 entries; "Color" and "Sharpness"
-# blend an image with its grey or its smooth version; geometric operations resample an image.
+# These are timm's names of the operations. TONE changes each value of a channel by a table.
 TONE = ("AutoContrast", "Equalize", "Invert", "PosterizeIncreasing", "SolarizeIncreasing",
         "SolarizeAdd", "ContrastIncreasing", "BrightnessIncreasing")
-BLEND = ("ColorIncreasing", "SharpnessIncreasing")
+BLEND = ("ColorIncreasing", "SharpnessIncreasing")      # with the grey or the smooth image
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-OPS = TONE + BLEND + GEOMETRIC                                              # timm's names
+OPS = TONE + BLEND + GEOMETRIC
 
 
 def rand_augment(images, u):
     """Draw operations of OPS and apply each with probability 1/2: timm's rand-m9-mstd0.5-inc1.
 
-    The level of an operation is drawn from N(9, 0.5) and clipped to [0, 10]; a fair coin decides
-    its sign. images: uint8. u: (B, 4 * operations) on the CPU, four columns per operation: which
-    operation, apply or not, level, sign.
+    The level is drawn from N(9, 0.5) and clipped to [0, 10]; a fair coin decides its sign. images:
+    uint8. u: (B, 4 * operations) on the CPU: which operation, apply or not, level, sign.
     """
     size = max(1, 2 ** 20 // images[0, 0].numel())
     if images.device.type == "cpu" and len(images) > size:          # a CPU reuses small memory
@@ -145,8 +138,7 @@ def change_tone(images, which, x, sign):
 
 
 def enhancement(x, sign):
-    """Compute the factor of PIL's ImageEnhance, from 0.1 to 1.9; 1 changes nothing."""
-    return (1 + sign * 0.9 * x).clamp(min=0.1)
+    return (1 + sign * 0.9 * x).clamp(min=0.1)      # the factor of PIL's ImageEnhance, 0.1 to 1.9
 
 
 def blend(images, which, x, sign):
@@ -189,10 +181,8 @@ def random_erase(images, u, positions, seed, prob):
 
     The area of the box is uniform from 2 % to a third of the image, and height / width is
     log-uniform from 0.3 to 1 / 0.3. The first of 10 tries that fits is taken; if none fits, the
-    image stays unchanged. The noise is standard normal after normalisation by MEAN and STD, so
-    pixels in the box can be outside [0, 1].
-    images: float in [0, 1], changed in place and returned. u: (B, ERASE_COLUMNS) on the CPU.
-    positions and seed determine the noise.
+    image stays unchanged. The noise is standard normal after normalisation by MEAN and STD.
+    images: float in [0, 1], changed in place. u: (B, ERASE_COLUMNS) on the CPU.
     """
     B, _, H, W = images.shape
     u = u.double()

@@ -1,7 +1,7 @@
 """The data sets of train_cls.py: --data NAME selects a loader and a recipe of default flags.
 
-A loader is a function (split, args). It returns a `Split`, which is uint8 images in memory, or a
-Dataset like `ImageTree`, whose files are decoded and cropped by the workers of a DataLoader.
+A loader is a function (part, args). It returns a `Split` or a Dataset like `ImageTree`, see
+data/images.py.
 """
 
 import os
@@ -20,36 +20,32 @@ from data.shapes import load_shapes
 
 # --- loaders --------------------------------------------------------------------------------------
 
-def shapes(split, args):
-    n = args.num_images if split == "train" else max(args.num_images // 5, 1)
-    return load_shapes(split, n, args.image_size, device=args.device)
+def shapes(part, args):
+    n = args.num_images if part == "train" else max(args.num_images // 5, 1)
+    return load_shapes(part, n, args.image_size, device=args.device)
 
 
-def cifar10(split, args):
+def cifar10(part, args):
     """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
     if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
         from torchvision.datasets import CIFAR10
-        dataset = CIFAR10(args.data_dir, train=split == "train", download=args.download)
+        dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
         images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
-    tree = ImageTree(args.data_dir, "train" if split == "train" else "val")
+    tree = ImageTree(args.data_dir, "train" if part == "train" else "val")
     images = [central_square(read_image(path), 32) for path in bar(tree.files, "decoding CIFAR-10",
                                                                    leave=False)]
     return Split(torch.stack(images), tree.labels, tree.classes)
 
 
-def imagenet(split, args):
-    return ImageTree(args.data_dir, "train" if split == "train" else "val", args.classes,
-                     args.image_size, split == "train", args.seed)
+def imagenet(part, args):
+    return ImageTree(args.data_dir, "train" if part == "train" else "val", args.classes,
+                     args.image_size, part == "train", args.seed)
 
 
-def folder(split, args):
-    """Load your own images as squares. A file that cannot be read is left out.
-
-    args.crop: of the network's training. args.seen: `marks` of images that are left out, because a
-    network was trained on them.
-    """
-    classes, files = find_photos(args.data_dir, split)
+def folder(part, args):
+    """Load your own images as squares. Unreadable files, and marks in args.seen, are left out."""
+    classes, files = find_photos(args.data_dir, part)
     images, labels, hashes, seen = [], [], [], {*args.seen}
     for path, label in bar(files, "decoding", leave=False):
         try:
@@ -65,17 +61,14 @@ def folder(split, args):
     if not images:
         raise InputError(f"--data_dir {args.data_dir}: no image can be read, or the network was "
                          f"trained on all of them")
-    if split == "all":
+    if part == "all":
         print0(f"{Path(files[0][0]).parents[1]}/: {len(images)} of {len(files)} images are "
                f"evaluated, without images of the training")
     return Split(torch.stack(images), torch.tensor(labels), classes, hashes=hashes)
 
 
 def find_photos(root, part):
-    """List images of root/<class>/ or root/{train,val,test}/<class>/: class names, [(path, label)].
-
-    part: "train", "val", "test" or "all", see `choose_part`.
-    """
+    """List root/<class>/* or root/{train,val,test}/<class>/*: class names, [(path, label)]."""
     found = {name: list_images(path) for name, path in part_folders(root).items()}
     classes = sorted({name for images in found.values() for name in images})
     if len(classes) < 2:
@@ -90,7 +83,7 @@ def find_photos(root, part):
 
 class DataSet(NamedTuple):
     """A data set of train_cls.py."""
-    load: Callable                              # (split, args) -> Split or Dataset
+    load: Callable                              # (part, args) -> Split or Dataset
     recipe: dict                                # default flags
     crop: float = 1.0                           # share of the short side in the evaluation crop
 
@@ -117,14 +110,14 @@ DATASETS = {
 
 # --- load a part ----------------------------------------------------------------------------------
 
-def load_part(split, flags, device):
-    """Load one part of the data set flags["data"]: "train", "test"; of a folder also "val", "all".
+def load_part(part, flags, device):
+    """Load "train" or "test" of the data set flags["data"]; of your own folder also "val", "all".
 
-    flags: a dict. Returns a Split on the device, or a Dataset of files.
+    Returns a Split on the device, or a Dataset of files.
     """
     data = DATASETS[flags["data"]]
     flags = {"classes": None, "seen": (), "crop": data.crop, **flags, "device": device}
-    found = data.load(split, Namespace(**flags))
+    found = data.load(part, Namespace(**flags))
     if isinstance(found, Split):
         return found._replace(images=found.images.to(device), labels=found.labels.to(device))
     return found
@@ -133,10 +126,10 @@ def load_part(split, flags, device):
 def load_data(args, device):
     """Load (training images, images to evaluate on during training), and print their numbers.
 
-    With your own images and with --holdout, the images to evaluate on are held out of the training;
-    they choose best.pt. Otherwise they are the test images.
+    With your own images and with --holdout, the second part is held out of the training and chooses
+    best.pt. Otherwise these are the test images.
     """
-    train = load_part("train", vars(args), device)
+    train, kind = load_part("train", vars(args), device), "validation"
     if args.data == "folder":
         val, parts = load_part("val", vars(args), device), part_folders(args.data_dir)
         print0(f"test images, which only eval_robust.py uses: "
@@ -146,27 +139,22 @@ def load_data(args, device):
         val, train = (Split(train.images[part], train.labels[part], train.classes)
                       for part in (order[:args.holdout], order[args.holdout:]))
     else:
-        val = load_part("test", vars(args), device)
+        val, kind = load_part("test", vars(args), device), "test"
     if list(train.classes) != list(val.classes):
         odd = sorted(set(train.classes) ^ set(val.classes))[:5]
         raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
                          f"differ: {', '.join(odd)}")
-    print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {split_name(args)} "
-           f"images, {len(train.classes)} classes: {', '.join(train.classes[:12])}")
+    print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {kind} images, "
+           f"{len(train.classes)} classes: {', '.join(train.classes[:12])}")
     return train, val
 
 
-def split_name(args):
-    """Return the name of the images on which a run is evaluated during training."""
-    return "validation" if args.holdout or args.data in ("folder", "imagenet") else "test"
-
-
 def load_test(args, trained, size, classes, seen=()):
-    """Load the test images of a network; each side has `size` pixels.
+    """Load the test images of a network, `size` pixels per side; of your own folder, all images.
 
-    args: the flags data, data_dir and device of an evaluation. trained: the flags of the network's
-    training, a dict; its data set determines the crop. classes: ImageNet's classes in the network's
-    order. seen: `marks` of the training's images. With --data folder all other images are tested.
+    args: the flags data, data_dir and device of an evaluation. trained: the flags of the training,
+    whose data set determines the crop. classes: ImageNet's, in the network's order. seen: `marks`
+    of the training's images, which are left out.
     """
     flags = dict(num_images=16000, seed=0, download=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, seen=seen,

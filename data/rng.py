@@ -2,8 +2,6 @@
 
 The numbers of a sample depend on (seed, purpose, sample) only. So batch size, device, worker,
 number of processes and resuming do not change these numbers, and no random state has to be saved.
-(This file is not called random.py, because a script in this folder would import it instead of
-Python's module random.)
 """
 
 import math
@@ -64,8 +62,7 @@ def epoch_order(n, epoch, seed, repeats=1):
     """Order the samples of an epoch, (n,) int64: a permutation of 0..n-1 keyed by (seed, epoch).
 
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
-    times. The copies are neighbours in the result; move them apart before data.augment.mix, which
-    mixes neighbours.
+    times. The copies are neighbours in the result.
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
