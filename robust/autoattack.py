@@ -2,9 +2,9 @@
 
     adv = autoattack(model, images, labels, 8 / 255)
 
-attacks.py describes the arguments and the result of an attack. Here an attack that fails returns
-the clean image. Finished images leave the batch at fixed steps, so the result for an image does not
-depend on the rest of its batch. Source: `fra31/auto-attack`.
+attacks.py describes the arguments of an attack. For an image that is not fooled, these attacks
+return the clean image. Finished images leave the batch at fixed steps, so the result for an image
+does not depend on the rest of its batch. Source: `fra31/auto-attack`.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import InputError, print0, wide
+from common import print0, wide
 from data.rng import APGD, SQUARE, uniform
 from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient, margin,
                             noise_like, per_image, select_rows)
@@ -36,9 +36,6 @@ def dlr(logits, labels):
 
 def targeted_dlr(logits, labels, targets):
     """Targeted DLR, (B,): -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), for 4 classes or more."""
-    if logits.shape[1] < 4:
-        raise InputError(f"{logits.shape[1]} classes, but the targeted DLR loss (APGD-T, "
-                         "AutoAttack) compares four logits: expected 4 or more")
     z = logits.topk(4).values
     return target_margin(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
 
@@ -61,10 +58,9 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
-    follows the gradient of each surrogate in turn. draw: a different number gives a different
-    random start. Source: `autopgd_base.py`, which takes all steps for every image. Here a
-    misclassified image leaves the batch at the next multiple of ten steps. Both return the last
-    misclassified iterate.
+    follows the gradient of each surrogate in turn. draw: the number of the random start.
+    Source: `autopgd_base.py`. Here a misclassified image leaves the batch at the next multiple of
+    ten steps. Both return the last misclassified iterate.
     """
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps, index)
@@ -83,10 +79,9 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
 
 
 def climb(model, source, objective, s, steps, adv, robust):
-    """Raise the model's loss along the gradient of the model `source`.
+    """Raise the model's loss along the gradient of the model `source`, from the state s of `apgd`.
 
-    s: the state from `apgd`, one row per image. Writes the images that fool the model to adv,
-    (B, 3, H, W), and False for these images to robust, (B,).
+    Writes the images that fool the model to adv, (B, 3, H, W), and False for them to robust, (B,).
     """
     evaluate_point(s, model, source, objective)
     s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
@@ -150,10 +145,7 @@ def halve(s, window):
 @torch.no_grad()
 def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True,
            seed=0, index=None):
-    """Run APGD on the targeted DLR loss, once for each of the num_targets likeliest wrong classes.
-
-    surrogates: as in `apgd`.
-    """
+    """Run APGD on the targeted DLR loss for each of the num_targets likeliest wrong classes."""
     logits = clean_logits(model, images, eps, clip)
     targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
     (eps, index), adv = per_image(images, eps, index), images.clone()
@@ -174,10 +166,9 @@ def box_projection(v, w, b, low, high):
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
 
-    Method: move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v>
-    by D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
-    from below reaches D(lam) = c exactly, in 3 to 6 rounds. The source, `fab_projections.py`, sorts
-    and bisects, which gives the same d but is slower.
+    Move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v> by
+    D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
+    from below reaches D(lam) = c exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects.
     """
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
@@ -196,8 +187,7 @@ def box_projection(v, w, b, low, high):
 def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0, index=None):
     """Find near adversarial images with FAB-T, for each of the likeliest wrong classes in turn.
 
-    The search for an image ends when an adversarial image within eps is found. Source:
-    `fab_base.py`, without its restarts.
+    The search ends when an image within eps is found. Source: `fab_base.py`, without restarts.
     """
     logits = clean_logits(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
@@ -251,8 +241,8 @@ def fab_step(s, model, targets, low, high):
 def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
     """Set random squares to +-eps, one random sign per channel; keep squares that lower the margin.
 
-    The attack uses forward passes only. Source: `square.py`, where all images of a batch share the
-    place and the signs of a square; here each image has its own.
+    Uses forward passes only. Source: `square.py`, where all images of a batch share the place and
+    the signs of a square; here each image has its own.
     """
     logits = clean_logits(model, images, eps, clip)
     (eps, index), adv = per_image(images, eps, index), images.clone()
@@ -288,8 +278,8 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
 def random_square(place, query, H, W):
     """Return the mask of a square, (B, 1, H, W) bool, which shrinks as the queries grow.
 
-    place: (B, 2) in [0, 1), the corner: 0 is the top or left end of its range. The square never
-    touches the last row and column, as in the source.
+    place: (B, 2) in [0, 1), the corner. The square never touches the last row and column, as in the
+    source.
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
@@ -314,18 +304,16 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                surrogates=(), clip=True, seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    surrogates: for APGD-CE and APGD-T, as in `apgd`; the standard version has no surrogates. Prints
-    how many images are still robust after each stage. InputError for fewer than 4 classes.
+    surrogates: for APGD-CE and APGD-T; the standard version has none. 4 classes or more. Prints how
+    many images are still robust after each stage.
     """
     stages = {"APGD-CE": partial(apgd, steps=steps, surrogates=surrogates),
               "APGD-T": partial(apgd_t, steps=steps, surrogates=surrogates,
                                 num_targets=num_targets),
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
-    logits = clean_logits(model, images, eps, clip)
-    targeted_dlr(logits[:1], labels[:1], labels[:1])  # raises an error for fewer than 4 classes
+    robust, counts = clean_logits(model, images, eps, clip).argmax(1) == labels, []
     (eps, index), adv = per_image(images, eps, index), images.clone()
-    robust, counts = logits.argmax(1) == labels, []
     for stage, attack in stages.items():
         on = robust.nonzero()[:, 0]
         if len(on):

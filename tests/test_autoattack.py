@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from robust.attacks import fgsm
-from robust.autoattack import (apgd, apgd_t, autoattack, dlr, fab_t, likely_targets, random_square,
-                               square, targeted_dlr)
+from robust.autoattack import (apgd, apgd_t, dlr, fab_t, likely_targets, random_square, square,
+                               targeted_dlr)
 from golden_net import trained_network
 from test_attacks import CASCADE as QUICK, EPS, right as robust
 
@@ -149,9 +149,3 @@ def test_square_finds_what_gradients_miss(capsys):
         after_fab, after_square = map(int, printed)
         assert after_fab >= 17 and least <= after_square <= most      # random starts find a few
         assert ((adv - images).abs() <= eps + 1e-6).all()
-
-
-def test_too_few_classes_are_an_error(own):
-    model, images = own[0], own[1][:4]
-    with pytest.raises(ValueError, match="3 classes.*expected 4 or more"):
-        autoattack(lambda x: model(x)[:, :3], images, model(images)[:, :3].argmax(1), EPS)
