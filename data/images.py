@@ -50,13 +50,10 @@ def constant(numbers, device):
 # --- files ----------------------------------------------------------------------------------------
 
 def read_image(path):
-    """Read an image file, upright by its EXIF data: (3, H, W) uint8 RGB. An error names the file.
-
-    torchvision decodes JPEG files, because it is faster than Pillow and returns the same pixels.
-    """
+    """Read an image file, upright by its EXIF data: (3, H, W) uint8 RGB. Errors name the file."""
     try:
         data = np.fromfile(path, np.uint8)
-        if data[:3].tobytes() == b"\xff\xd8\xff":                           # JPEG
+        if data[:3].tobytes() == b"\xff\xd8\xff":     # JPEG: Pillow is slower, with equal pixels
             from torchvision.io import ImageReadMode, decode_image
             return decode_image(torch.from_numpy(data), ImageReadMode.RGB,
                                 apply_exif_orientation=True)
@@ -126,8 +123,7 @@ def part_folders(root):
 def marks(path, image):
     """Return two hashes of an image (3, H, W), by which an evaluation recognises training images.
 
-    The hash of the pixels finds a file that was renamed, moved or copied. The hash of the path
-    finds a file that was edited or saved again.
+    The pixels find a file that was renamed, moved or copied; the path, a file that was edited.
     """
     place = composed(os.path.realpath(path)).encode()
     return {hashlib.sha256(data).hexdigest()[:16] for data in (image.numpy().tobytes(), place)}
@@ -147,25 +143,25 @@ def choose_part(found, part, name):
     last tenth val, at least one file each. So a new file moves at most one other file into or out
     of each part. "all" is the folder of test, if there is one, else all files.
     """
-    given = {one: sum(found[one].values(), []) for one in ("test", "val") if one in found}
-    if list(given) == ["val"]:
-        given = {"test": given["val"]}
+    test, val = (sum(found[one].values(), []) if one in found else None for one in ("test", "val"))
+    if test is None:
+        test, val = val, None
     divided = found.get("train", found.get("", {}))
     if part == "all":
-        return given.get("test") or sum(divided.values(), [])
-    if part in given:
-        return given[part]
-    chosen = []
+        return test or sum(divided.values(), [])
+    parts = dict(train=[], val=val or [], test=test or [])
     for group, files in divided.items():
         order = sorted(files, key=lambda file: name_hash(name(file)))
         tenth = max(round(len(order) / 10), 1)
-        n_test, n_val = (0 if one in given else tenth for one in ("test", "val"))
+        n_test, n_val = tenth * (test is None), tenth * (val is None)
         if len(order) <= n_test + n_val:
             raise InputError(f"{group or 'the folder'} has {len(order)} images, expected at least "
                              f"{n_test + n_val + 1}: to train on, to choose best.pt, to test")
         last = len(order) - n_val
-        chosen += dict(test=order[:n_test], train=order[n_test:last], val=order[last:])[part]
-    return chosen
+        parts["test"] += order[:n_test]
+        parts["train"] += order[n_test:last]
+        parts["val"] += order[last:]
+    return parts[part]
 
 
 def fingerprint(dataset):
@@ -230,10 +226,9 @@ class ImageTree(Dataset):
 
     tree[position, index] returns an image (3, size, size) uint8 and two ints, label and position.
     `index` chooses the file. train=True: a random resized crop, which depends on `position`, the
-    sample's number in the whole run. train=False: `central_square`. Images are turned upright by
-    their EXIF data, unlike in torchvision's ImageFolder and timm.
-    classes: names in label order, from the training split (default: this split's folders). Every
-    folder must be one of them, and every class must have a folder unless subset=True.
+    sample's number in the whole run. train=False: `central_square`. Images are turned upright,
+    unlike in torchvision's ImageFolder and timm. classes: names in label order (default: the
+    folders). Every folder must be a class, and every class a folder unless subset=True.
     """
     hashes, resample = [], "bicubic"
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from common import InputError, bar
 from data.images import (IMAGE_EXTENSIONS, choose_part, composed, list_files, marks, part_folders,
-                         read_image)
+                         read_image, send)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -68,8 +68,8 @@ class Scenes(Dataset):
 class SegTree(Dataset):
     """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
 
-    files: [(image path, annotation path)]. first: the pixel value of class 0; with 1, the value 0
-    is ignored. last: the label of pixels with the value 255. hashes: `marks` of your own images.
+    files: [(image path, annotation path)]. first: the value of class 0; with 1, the value 0 is
+    ignored. last: the label of the value 255. hashes: `marks` of your own images.
     """
 
     def __init__(self, files, classes, first=0, last=IGNORE, hashes=()):
@@ -189,7 +189,7 @@ def own_folder(root, parts, classes=None, seen=()):
     return trees
 
 
-# --- sizes ----------------------------------------------------------------------------------------
+# --- training views -------------------------------------------------------------------------------
 
 def resize(x, size):
     """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
@@ -206,8 +206,6 @@ def resized(height, width, long, short):
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
-
-# --- training: first half, one image, in a worker -------------------------------------------------
 
 def varied(label):
     """Return True if no class covers 3/4 or more of a crop's labelled pixels."""
@@ -252,33 +250,27 @@ class TrainingViews(Dataset):
         self.source, self.size, self.scales, self.seed = source, size, scales, seed
         self.distorted = distorted
 
-    def distort(self, image, position):
-        from torchvision.transforms.v2 import ColorJitter, RandomApply
-        with torch.random.fork_rng(devices=[]):         # torchvision has no argument `generator`
-            torch.manual_seed(seed_from(self.seed, DISTORT, position))
-            for change in (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
-                           ColorJitter(saturation=0.5), ColorJitter(hue=0.1)):
-                image = RandomApply([change], p=0.5)(image)
-        return image
-
     def __getitem__(self, key):
         position, index = key
         draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
         image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
         if self.distorted:
-            image[:, :h, :w] = self.distort(image[:, :h, :w], position)
+            from torchvision.transforms.v2 import ColorJitter, RandomApply
+            inner = image[:, :h, :w]
+            with torch.random.fork_rng(devices=[]):     # torchvision has no argument `generator`
+                torch.manual_seed(seed_from(self.seed, DISTORT, position))
+                for change in (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
+                               ColorJitter(saturation=0.5), ColorJitter(hue=0.1)):
+                    inner.copy_(RandomApply([change], p=0.5)(inner))
         return image, label, (position, h, w)
 
-
-# --- training: second half, batches, on any device ------------------------------------------------
 
 def finish_views(images, height, width, mean):
     """Turn uint8 views (B, 3, S, S) into float32 in [0, 1], and fill their padding.
 
-    height, width: without padding, (B,) on the CPU. mean: (3, 1, 1), the colour of the padding. The
-    model subtracts this colour, so its first layer gets 0 there.
+    height, width: without padding, (B,) on the CPU. mean: (3, 1, 1), the colour of the padding,
+    which the model subtracts.
     """
-    height, width = (t.view(-1, 1, 1, 1).to(images.device, non_blocking=True)
-                     for t in (height, width))
+    height, width = (send(t, images.device).view(-1, 1, 1, 1) for t in (height, width))
     axis = torch.arange(images.shape[-1], device=images.device)
     return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)
