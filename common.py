@@ -138,10 +138,11 @@ def use_bf16(wanted, device):
     return amp
 
 
-def check_batch_size(batch_size, world):
-    """Raise InputError unless the processes can share a batch evenly."""
-    if batch_size % world:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes")
+def check_batch_size(batch_size, world, n=math.inf):
+    """Raise InputError unless the processes can share a batch evenly, and n images fill a batch."""
+    if batch_size % world or batch_size > n:
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes, and "
+                         f"at most the {n} training images")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------

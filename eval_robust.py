@@ -312,8 +312,8 @@ def batches(data, index, args, label=""):
         parts = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in parts)
     else:
-        keys = [[(i, i) for i in part.tolist()] for part in parts]    # to return, to load
-        loaded = image_batches(data, keys, args.num_workers, device)
+        pairs = ((part, part) for part in parts)                      # to return, to load
+        loaded = image_batches(data, pairs, args.num_workers, device)
     for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
         yield pixels.float() / 255, labels, numbers, place.to(device)

@@ -38,7 +38,7 @@ from common import InputError, bar
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
-from data.rng import ADVERSARIAL, DROPOUT, epoch_order, seed_from
+from data.rng import ADVERSARIAL, DROPOUT, batch_pairs, seed_from
 from robust.attacks import pgd
 from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
@@ -126,38 +126,18 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def batch_pairs(args, n, start, stop, rank, world):
-    """Yield (position, index) for each step from `start` to `stop` - 1, int64 of shape (b,) each.
-
-    position: a sample's number in the whole run, which determines its random numbers. index: the
-    number of its image, 0 to n - 1. Process `rank` gets b = batch_size / world neighbouring samples
-    of the batch.
-    """
-    b, epoch_steps = args.batch_size // world, n // args.batch_size
-    for step in range(start, stop):
-        epoch, i = divmod(step, epoch_steps)
-        if i == 0 or step == start:
-            order = epoch_order(n, epoch, args.seed, args.repeats)      # (n,), shuffled images
-        batch = order[i * args.batch_size:(i + 1) * args.batch_size]
-        # Neighbours are mixed, so move copies of an image (--repeats) apart: AABBCC -> ABCABC.
-        batch = torch.cat([batch[r::args.repeats] for r in range(args.repeats)])
-        part = slice(rank * b, (rank + 1) * b)
-        yield step * args.batch_size + torch.arange(args.batch_size)[part], batch[part]
-
-
 def load_batches(source, pairs, args, device):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
     source: a Split, which holds all images on the device, or a Dataset, whose files are decoded by
-    worker processes. pairs: (position, index) as in `batch_pairs`.
+    worker processes. pairs: (position, index), see data/rng.py.
     """
     if isinstance(source, Split):
         for position, index in pairs:
             index = send(index, device)                             # the CPU does not wait
             yield source.images[index], source.labels[index], position
     else:
-        lists = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
-        batches = image_batches(source, lists, args.num_workers, device)
+        batches = image_batches(source, pairs, args.num_workers, device)
         for images, labels, position in batches:                    # on the CPU
             yield send(images, device), send(labels, device), position
 
@@ -178,7 +158,8 @@ def train_batches(source, args, start, stop, device, rank, world):
 
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing follows. Then the chunk is split into its batches, which are mixed.
-    pairs = batch_pairs(args, len(source.labels), start, stop, rank, world)
+    pairs = batch_pairs(len(source.labels), args.batch_size, start, stop, args.seed, rank, world,
+                        args.repeats)
     loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
         images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
@@ -258,12 +239,10 @@ def main():
     # images. Only held-out images choose best.pt.
     train, val = load_data(args, device)
     keep_best = args.data == "folder" or args.holdout > 0
-    common.check_batch_size(args.batch_size, world)                 # a multiple of world
-    if args.batch_size > len(train.labels):
-        raise InputError(f"--batch_size {args.batch_size} is more than the {len(train.labels)} "
-                         f"training images")
+    common.check_batch_size(args.batch_size, world, len(train.labels))
     if args.mixup or args.cutmix:                       # in all batches as in the first `repeats`
-        for _, index in batch_pairs(args, len(train.labels), 0, args.repeats, rank, world):
+        for _, index in batch_pairs(len(train.labels), args.batch_size, 0, args.repeats, args.seed,
+                                    rank, world, args.repeats):
             if (index == index.roll(1)).any():
                 raise InputError(f"--batch_size {args.batch_size}: an image would be mixed with "
                                  f"itself or with a copy; choose a larger batch")

@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
 from common import InputError, bar
-from data.images import fingerprint, image_batches
+from data.images import fingerprint, image_batches, send
 from data.masks import IGNORE, TrainingViews, finish_views, load_segmentation
-from data.rng import DROPOUT, epoch_order, seed_from
+from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
 from robust.corruptions import NAMES, corrupt
 from segmenter import (Segmenter, SegmenterConfig, evaluate, load_encoder,
                        segmenter_from_checkpoint)
@@ -154,38 +154,17 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def batch_pairs(args, n, start, stop, rank, world):
-    """Yield a list of (position, index) for each step from `start` to `stop` - 1.
-
-    position: a sample's number in the whole run, which determines its random numbers. index: the
-    number of its image, 0 to n - 1. Process `rank` gets every world-th sample of the batch. The
-    last batch of an epoch may be short. A process without a sample then gets the first sample of
-    the batch, and `train_batches` ignores the labels of this sample.
-    """
-    epoch_steps = math.ceil(n / args.batch_size)
-    for step in range(start, stop):
-        epoch, i = divmod(step, epoch_steps)
-        if i == 0 or step == start:
-            order = epoch_order(n, epoch, args.seed).tolist()           # n shuffled images
-        first = i * args.batch_size
-        pairs = list(enumerate(order[first:first + args.batch_size], epoch * n + first))
-        yield pairs[rank::world] or pairs[:1]
-
-
 def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
 
     views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1), which
     fills the border of crops that are smaller than S. height, width: of a crop without its border.
     """
-    n, device = len(views.source), mean.device
-    pairs = batch_pairs(args, n, start, stop, rank, world)
+    device = mean.device
+    pairs = batch_pairs(len(views.source), args.batch_size, start, stop, args.seed, rank, world)
     batches = image_batches(views, pairs, args.num_workers, device)
-    for images, labels, (position, height, width) in batches:   # on the CPU; pinned for a GPU
-        images, labels = (t.to(device, non_blocking=True) for t in (images, labels))
-        place = position[0] % n % args.batch_size               # of the first sample in the batch
-        if place != rank:                                       # it belongs to another process
-            labels.fill_(IGNORE)
+    for images, labels, (height, width) in batches:             # on the CPU; pinned for a GPU
+        images, labels = send(images, device), send(labels, device)
         yield finish_views(images, height, width, mean), labels.long()
 
 
@@ -266,8 +245,8 @@ def main():
     distorted = args.data != "shapes"                   # scenes keep their size and colours
     scales = (0.5, 2.0) if distorted else (1.0, 1.0)
     views = TrainingViews(train, args.size, scales, args.seed, distorted)
-    common.check_batch_size(args.batch_size, world)                 # a multiple of world
-    epoch_steps = math.ceil(len(train) / args.batch_size)           # the last batch may be short
+    common.check_batch_size(args.batch_size, world, len(train))
+    epoch_steps = len(train) // args.batch_size                     # only whole batches
     if args.epochs is None:                             # your own images: about 3,000 steps
         args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
     total = args.epochs * epoch_steps

@@ -273,12 +273,13 @@ class ImageTree(Dataset):
         return samples
 
 
-def image_batches(dataset, batches, num_workers=4, device="cpu"):
+def image_batches(dataset, pairs, num_workers=4, device="cpu"):
     """Make a DataLoader of batches (images, labels, positions) on the CPU.
 
-    batches: an iterable of lists of keys (position, index). num_workers: processes; 0 loads the
+    pairs: an iterable of (position, index), (b,) int64 each. num_workers: processes; 0 loads the
     images in this process. device: the device that trains; for CUDA, the memory is pinned.
     """
-    return DataLoader(dataset, batch_sampler=batches, num_workers=num_workers,
+    keys = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
+    return DataLoader(dataset, batch_sampler=keys, num_workers=num_workers,
                       prefetch_factor=4 if num_workers else None,
                       pin_memory=torch.device(device).type == "cuda")

@@ -3,7 +3,7 @@
     train, val = load_segmentation(args, ["train", "val"])
     image, label = train[0]                               # (3, H, W), (H, W), uint8; 255: ignored
     views = TrainingViews(train, size=512)
-    image, label, (_, h, w) = views[position, index]      # (3, S, S), (S, S)
+    image, label, (h, w) = views[position, index]         # (3, S, S), (S, S)
 
 The training transforms and their order come from mmsegmentation 0.14.1 and
 `rstrudel/segmenter:segm/data/config/ade20k.py`; torchvision distorts the colours.
@@ -240,7 +240,7 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
 
 
 class TrainingViews(Dataset):
-    """Training views of a source: views[position, index] is (image, label, (position, h, w)).
+    """Training views of a source: views[position, index] is (image, label, (h, w)).
 
     `index` chooses the image. `position`, the sample's number in the whole run, chooses the view.
     distorted: change brightness, contrast, saturation and hue, each with probability 0.5.
@@ -262,7 +262,7 @@ class TrainingViews(Dataset):
                 for change in (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
                                ColorJitter(saturation=0.5), ColorJitter(hue=0.1)):
                     inner.copy_(RandomApply([change], p=0.5)(inner))
-        return image, label, (position, h, w)
+        return image, label, (h, w)
 
 
 def finish_views(images, height, width, mean):

@@ -66,3 +66,22 @@ def epoch_order(n, epoch, seed, repeats=1):
     """
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
+
+
+def batch_pairs(n, batch_size, start, stop, seed, rank=0, world=1, repeats=1):
+    """Yield (position, index) for each training step from `start` to `stop` - 1: (b,) int64 each.
+
+    position: a sample's number in the whole run, which determines its random numbers. index: the
+    number of its image, 0 to n - 1. An epoch has only whole batches. Process `rank` of `world` gets
+    b = batch_size / world neighbouring samples of the batch.
+    """
+    b, epoch_steps = batch_size // world, n // batch_size
+    for step in range(start, stop):
+        epoch, i = divmod(step, epoch_steps)
+        if i == 0 or step == start:
+            order = epoch_order(n, epoch, seed, repeats)                # (n,), shuffled images
+        batch = order[i * batch_size:(i + 1) * batch_size]
+        # Neighbours are mixed, so move copies of an image (--repeats) apart: AABBCC -> ABCABC.
+        batch = torch.cat([batch[r::repeats] for r in range(repeats)])
+        part = slice(rank * b, (rank + 1) * b)
+        yield step * batch_size + torch.arange(batch_size)[part], batch[part]

@@ -189,7 +189,7 @@ def test_crops_depend_on_the_position_only(tree_dir):
     one = [tree[key] for key in keys]
     whole = torch.stack([image for image, _, _ in one])
     for size, workers in ((4, 0), (6, 2)):
-        lists = [keys[i:i + size] for i in range(0, 24, size)]
+        lists = [part.unbind(1) for part in torch.tensor(keys).split(size)]
         loader = image_batches(tree, lists, workers)
         images, labels, positions = (torch.cat(t) for t in zip(*loader))
         assert torch.equal(images, whole)

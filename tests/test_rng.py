@@ -5,7 +5,7 @@ import math
 import torch
 
 from data import rng
-from data.rng import DROPOUT, seed_from, uniform
+from data.rng import DROPOUT, batch_pairs, seed_from, uniform
 
 
 def test_numbers_are_uniform_and_independent():
@@ -55,3 +55,16 @@ def test_seeds_of_steps_are_pinned_and_distinct():
     seeds = {seed_from(seed, DROPOUT, step, rank) for seed in (0, 1, 2 ** 31 - 1)
              for step in range(25) for rank in range(4)}
     assert len(seeds) == 300 and 0 <= min(seeds) and max(seeds) < 2 ** 48
+
+
+def test_processes_share_whole_batches():
+    """11 images make two batches of 4 per epoch. A resumed run continues in an epoch."""
+    whole = [torch.stack(pair, 1) for pair in batch_pairs(11, 4, 0, 6, seed=1)]
+    assert torch.cat(whole)[:, 0].tolist() == list(range(24))                   # positions
+    first, second = (torch.cat(whole[i:i + 2])[:, 1] for i in (0, 2))
+    assert len(first.unique()) == len(second.unique()) == 8 and not torch.equal(first, second)
+    parts = [[torch.stack(pair, 1) for pair in batch_pairs(11, 4, 3, 6, 1, rank, 2)]
+             for rank in (0, 1)]
+    assert all(torch.equal(torch.cat(both), batch) for *both, batch in zip(*parts, whole[3:]))
+    (_, index), = batch_pairs(20, 6, 0, 1, 1, repeats=3)
+    assert len(index.unique()) == 2 and torch.equal(index[:2], index[2:4])      # ABABAB

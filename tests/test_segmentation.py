@@ -114,7 +114,7 @@ def test_a_view_follows_its_random_numbers():
     draw = uniform(torch.tensor([9]), VIEW_COLUMNS, 4, VIEW)[0].tolist()    # of sample 9
     *view, h, w = training_view(image, label, draw, 16, (1.2, 1.3))
     *found, place = views[9, 2]
-    assert all(map(torch.equal, found, view)) and place == (9, h, w)
+    assert all(map(torch.equal, found, view)) and place == (h, w)
 
 
 def test_distortion_follows_the_position_and_leaves_padding_alone():
