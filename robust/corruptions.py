@@ -1,16 +1,15 @@
 """The 15 image corruptions of ImageNet-C on whole uint8 batches, on any device, at any image size.
 
-Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/make_imagenet_c.py`
-(224 px), `make_tinyimagenet_c.py` (64 px), `make_cifar_c.py` (32 px), and for other sizes
-`bethgelab/imagecorruptions`. The sources take one PIL image at a time; this file takes a batch:
-
     images = corrupt(images, "fog", 3, seed=0, index=positions)     # (B, 3, H, W) uint8 -> the same
 
+Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/make_imagenet_c.py`
+(224 px), `make_tinyimagenet_c.py` (64 px), `make_cifar_c.py` (32 px), and for other sizes
+`bethgelab/imagecorruptions`. For the same random numbers, the result agrees with the sources within
+one grey level.
+
 A corruption is a function of (images, c, u), an entry in CORRUPTIONS, and an entry in CONSTANTS in
-severities.py. images are uint8. c is the severity's constant or constants. u(n) draws (B, n)
-uniform numbers in [0, 1). For the same random numbers, the result agrees with the sources within
-one grey level (tests/test_corruptions.py). The functions compute with float32 grey levels, 0 to
-255. Results are truncated, not rounded, as in the sources.
+severities.py. images: uint8. c: the severity's constant or constants. u(n) draws (B, n) uniform
+numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are truncated, not rounded.
 """
 
 import math
@@ -74,8 +73,8 @@ def defocus_blur(images, c, u):
     """Convolve with a disk; the image is reflected at its border pixels.
 
     Some kernels sum to slightly less than 1, as in the source, so white becomes 254. Float32 is too
-    coarse for this difference. So pixels of equal weight are added first, which is exact, and the
-    sums are weighted in float64 (float32 on mps).
+    coarse for this. So add pixels of equal weight first, which is exact, then weight the sums in
+    float64 (float32 on mps).
     """
     H, W = images.shape[2:]
     kernel = disk(*c)
@@ -105,8 +104,8 @@ def draw_glass_blur(u, H, W, c):
 def glass_blur(images, c, u):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
-    The source visits the pixels from the last to the first and overwrites each pixel with the pixel
-    at a random shift. (It intends to swap the two, but swaps two views of one array.) If the copied
+    The source visits the pixels from the last to the first and overwrites each with the pixel at a
+    random shift. (It intends to swap the two, but swaps two views of one array.) If the copied
     pixel was visited earlier, it was itself overwritten, so the copies form a chain. A chain
     continues with probability < 0.43 per step, so pointer doubling follows it for 32 steps.
     """
@@ -277,15 +276,10 @@ def pixelate(images, c, u):
 def jpeg_compression(images, c, u):
     """Encode at quality c, with colours at half resolution, and decode, on CPU threads."""
     from torchvision.io import decode_jpeg, encode_jpeg
-
-    def recode(part):
-        # Store the three channels of a pixel side by side, as the encoder expects them.
-        part = torch.stack(part.unbind(1), -1).permute(0, 3, 1, 2)
-        return torch.stack([decode_jpeg(encode_jpeg(image, c)) for image in part])
-    threads = torch.get_num_threads()
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(pool.map(recode, images.cpu().chunk(threads)))
-    return torch.cat(parts).to(images.device)
+    x = images.cpu().contiguous(memory_format=torch.channels_last)      # the encoder's layout
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        decoded = [*pool.map(lambda image: decode_jpeg(encode_jpeg(image, c)), x)]
+    return torch.stack(decoded).to(images.device)
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -306,10 +300,10 @@ def table_of(H, W):
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     """Corrupt a batch. An image's random numbers depend on (seed, name, severity, index) alone.
 
-    images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side. name: a key of CORRUPTIONS.
-    severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images in their data set;
-    None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None: synthetic
-    textures. Returns new images of the same shape, dtype and device.
+    images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side; the result is like them. name: a
+    key of CORRUPTIONS. severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images
+    in their data set; None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None:
+    synthetic textures.
     """
     if images.dtype != torch.uint8 or images.shape[1] != 3 or severity not in (1, 2, 3, 4, 5):
         raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, severity {severity}; "

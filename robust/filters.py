@@ -18,13 +18,6 @@ def quantise(x, guard=2 ** -12):
     return x.add_(guard).clamp_(0, 255).int().byte()            # through int32: faster on a CPU
 
 
-def blur(x, kernel):
-    """Filter every channel with the same (h, w) kernel; x: already padded."""
-    B, C, H, W = x.shape
-    kernels = kernel.expand(B * C, 1, -1, -1)
-    return F.conv2d(x.view(1, B * C, H, W), kernels, groups=B * C).unflatten(1, (B, C))[0]
-
-
 def gaussian(radius, sigma):
     """Return a Gaussian at -radius to radius with sum 1, (2 * radius + 1,) float64."""
     k = torch.arange(-radius, radius + 1, dtype=torch.float64)
@@ -36,8 +29,7 @@ def gaussian(radius, sigma):
 def disk(radius, sigma):
     """Return a disk-shaped kernel whose edge is smoothed by a small Gaussian, (side, side) float64.
 
-    The Gaussian reflects at the grid's border, so the sum is 1.013 for radius 8 and 1.011 for 10,
-    as in the source.
+    The sum is 1.013 for radius 8 and 1.011 for 10, as in the source.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
     x, side = torch.arange(-half, half + 1), 2 * half + 1
@@ -58,10 +50,12 @@ def disk(radius, sigma):
 
 def gaussian_blur(x, sigma):
     """Filter x with a Gaussian up to 4 sigma; borders repeat, as in scikit-image."""
-    radius = int(4 * sigma + 0.5)
+    (B, C), radius = x.shape[:2], int(4 * sigma + 0.5)
     g = gaussian(radius, sigma).float().to(x.device)
-    x = F.pad(x, [radius] * 4, mode="replicate")
-    return blur(blur(x, g[None, :]), g[:, None])
+    x = F.pad(x, [radius] * 4, mode="replicate").flatten(0, 1)[None]        # (1, B * C, h, w)
+    for kernel in g[None, :], g[:, None]:
+        x = F.conv2d(x, kernel.expand(B * C, 1, -1, -1), groups=B * C)
+    return x[0].unflatten(0, (B, C))
 
 
 def motion(x, radius, sigma, angle):
@@ -89,8 +83,8 @@ def motion(x, radius, sigma, angle):
 def bilinear(x, across, down, align_corners):
     """Interpolate pixels bilinearly at coordinates that broadcast to (B, H, W).
 
-    Outside its border the image is mirrored: at the centres of the border pixels if align_corners,
-    else at the outer edges of these pixels.
+    The image is mirrored at the centres of the border pixels, or without align_corners at their
+    outer edges.
     """
     edge = 0 if align_corners else 0.5
     h, w = x.shape[2:]
@@ -142,8 +136,7 @@ def displace(x, sigma, shift):
 def boxes(size, n, device):
     """Divide `size` pixels into n windows [int(i * s + 0.5), int((i + 1) * s + 0.5)), s = size / n.
 
-    Returns the members of each window, (widest, n), padded with `size`, and the lengths of the
-    windows, (n, 1) float32.
+    Returns the members of each window, (widest, n), padded with `size`, and its length, (n, 1).
     """
     edge = torch.tensor([int(i * size / n + 0.5) for i in range(n + 1)])
     member = edge[:-1] + torch.arange(int(edge.diff().max()))[:, None]
