@@ -455,7 +455,7 @@ def attacked(m, data, index, args, name, attack):
 def logits_of_classes(m, data, index, args, columns):
     """Return the logits for the classes `columns`, (n, len(columns)), in every process."""
     logits = torch.zeros(len(index), len(columns), device=args.device)
-    for x, _, _, place in batches(data, index, args, Path(data.folder).name):
+    for x, _, _, place in batches(data, index, args, "logits"):
         logits[place] = m.net(x).float()[:, columns]
     return all_sum(logits)
 
