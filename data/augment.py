@@ -23,8 +23,6 @@ ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
 
 
-# --- the recipe -----------------------------------------------------------------------------------
-
 def augment_uint8(images, positions, seed, pad=0, num_ops=0):
     """Shift by up to `pad` pixels, flip, and apply `num_ops` RandAugment operations per image.
 
@@ -53,8 +51,6 @@ def soft_targets(labels, num_classes, smoothing=0.0):
     targets = torch.full((len(labels), num_classes), off, device=labels.device)
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
 
-
-# --- shift and flip -------------------------------------------------------------------------------
 
 def random_crop(images, u, pad=4):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
@@ -85,9 +81,6 @@ def rand_augment(images, u):
     The level is drawn from N(9, 0.5) and clipped to [0, 10]; a fair coin decides its sign. images:
     uint8. u: (B, 4 * operations) on the CPU: which operation, apply or not, level, sign.
     """
-    size = max(1, 2 ** 20 // images[0, 0].numel())
-    if images.device.type == "cpu" and len(images) > size:          # a CPU reuses small memory
-        return torch.cat([rand_augment(*parts) for parts in zip(images.split(size), u.split(size))])
     images = images.clone()
     for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
         x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
@@ -220,7 +213,7 @@ def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
     images: float. targets: (B, K). Copies of one image should not be neighbours.
     """
     from torchvision.transforms.v2 import CutMix, MixUp
-    with torch.random.fork_rng(devices=[]):                 # torchvision has no argument `generator`
+    with torch.random.fork_rng(devices=[]):             # torchvision has no argument `generator`
         torch.manual_seed(seed_from(seed, MIX, step))
         if cutmix and (not mixup or torch.rand(()) < 0.5):
             return CutMix(alpha=cutmix)(images, targets)

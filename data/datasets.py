@@ -82,7 +82,6 @@ def find_photos(root, part):
 
 
 class DataSet(NamedTuple):
-    """A data set of train_cls.py."""
     load: Callable                              # (part, args) -> Split or Dataset
     recipe: dict                                # default flags
     crop: float = 1.0                           # share of the short side in the evaluation crop

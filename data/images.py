@@ -129,11 +129,6 @@ def marks(path, image):
     return {hashlib.sha256(data).hexdigest()[:16] for data in (image.numpy().tobytes(), place)}
 
 
-def name_hash(name):
-    """Hash a name, equally on every system."""
-    return zlib.crc32(composed(name).encode())
-
-
 def choose_part(found, part, name):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
@@ -151,7 +146,7 @@ def choose_part(found, part, name):
         return test or sum(divided.values(), [])
     parts = dict(train=[], val=val or [], test=test or [])
     for group, files in divided.items():
-        order = sorted(files, key=lambda file: name_hash(name(file)))
+        order = sorted(files, key=lambda file: zlib.crc32(composed(name(file)).encode()))
         tenth = max(round(len(order) / 10), 1)
         n_test, n_val = tenth * (test is None), tenth * (val is None)
         if len(order) <= n_test + n_val:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar
 from data.images import (IMAGE_EXTENSIONS, choose_part, composed, list_files, marks, part_folders,
@@ -27,7 +27,7 @@ from data.shapes import load_shapes
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
                   "pedestrian", "bicyclist"]
 IGNORE = 255                                 # label of pixels that belong to no class
-REDRAWS = 10                                 # tries to replace a crop that is not `varied`
+REDRAWS = 10                                 # tries to replace a crop with little variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
 
 
@@ -50,19 +50,14 @@ def load_segmentation(args, parts, classes=None, seen=()):
                    args.num_classes, names) for part in parts]
 
 
-class Scenes(Dataset):
+class Scenes(TensorDataset):
     """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
     hashes = []
 
     def __init__(self, split, num_images, size):
         self.images, _, classes, self.labels, _ = load_shapes(split, num_images, size)
+        super().__init__(self.images, self.labels)
         self.classes = ["background", *classes]
-
-    def __len__(self):
-        return len(self.images)
-
-    def __getitem__(self, i):
-        return self.images[i], self.labels[i]
 
 
 class SegTree(Dataset):
@@ -195,10 +190,7 @@ def resize(x, size):
     """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
     if x.shape[1:] == tuple(size):
         return x
-    x = x[None]
-    if x.dtype == torch.uint8:
-        x = x.contiguous(memory_format=torch.channels_last)         # 4 x as fast as contiguous
-    return F.interpolate(x, size=tuple(size), mode="bilinear", align_corners=False)[0]
+    return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 
 def resized(height, width, long, short):
@@ -207,19 +199,13 @@ def resized(height, width, long, short):
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
 
-def varied(label):
-    """Return True if no class covers 3/4 or more of a crop's labelled pixels."""
-    count = label.flatten().bincount(minlength=256)[:IGNORE]
-    return bool(count.max() < 0.75 * count.sum())       # so the crop has at least two classes
-
-
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     """Resize an image by a random factor, crop, flip and pad it. draw: VIEW_COLUMNS in [0, 1).
 
     r is uniform in `scales`, the short side at most size * r, the long one at most 4 * size * r. A
-    crop that is not `varied` is drawn again, at most REDRAWS times. Padding is on the right and
-    below. Returns image (3, size, size), label (size, size), both uint8, and height and width
-    without padding.
+    crop is drawn again, at most REDRAWS times, if one class covers 3/4 or more of its labelled
+    pixels. Padding is on the right and below. Returns image (3, size, size), label (size, size),
+    both uint8, and height and width without padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
@@ -230,7 +216,8 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
         top = int(draw[1 + 2 * i] * (H - h + 1))
         left = int(draw[2 + 2 * i] * (W - w + 1))
         crop = label[rows[top:top + h]][:, columns[left:left + w]]
-        if (h, w) == (H, W) or varied(crop):                        # a whole image has one crop
+        count = crop.flatten().bincount(minlength=256)[:IGNORE]     # pixels per class
+        if (h, w) == (H, W) or count.max() < 0.75 * count.sum():    # a whole image has one crop
             break
     image = resize(image, (H, W))[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:

@@ -76,11 +76,8 @@ def apply_each(functions, which, x, y):
 
 
 def colour(hue, saturation, luminance):
-    """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1].
-
-    Arguments: (B, 1, 1).
-    """
-    hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]
+    """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1]."""
+    hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]  # (B, 1, ..)
     rgb = ((hue * 6 + constant((0, 4, 2), hue.device).view(3, 1, 1)) % 6 - 3).abs() - 1
     rgb = rgb.clamp(0, 1)
     grey = (rgb * constant((0.3, 0.59, 0.11), hue.device).view(3, 1, 1)).sum(1, keepdim=True)

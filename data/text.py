@@ -28,7 +28,7 @@ from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
-MIN_COUNT = 3                                   # rarer words become <unk>
+MIN_COUNT = 3                                   # rarer words of the training text become <unk>
 # folders of Python's library whose docstrings are not part of the text "pydoc"
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 
@@ -55,8 +55,7 @@ class Vocabulary(dict):
 
 
 class Corpus(NamedTuple):
-    """Three texts as ids, (n,) uint32 each, and their vocabulary."""
-    train: np.ndarray
+    train: np.ndarray                               # ids, (n,) uint32
     valid: np.ndarray
     test: np.ndarray
     vocab: Vocabulary
@@ -76,10 +75,9 @@ def read_lines(path):
 
 
 def load_corpus(folder):
-    """Load the texts of a folder as ids.
+    """Load the texts of a folder as ids. The vocabulary has the words of the training text.
 
-    The training text defines the vocabulary: <eos>, then words by falling count. Words with equal
-    counts are in the order of their first appearance.
+    Its order: <eos>, then by falling count; equal counts by first appearance.
     """
     texts = [read_lines(token_file(folder, split)) for split in SPLITS]
     counts = Counter(word for line in texts[0] for word in line.split())
@@ -91,10 +89,9 @@ def load_corpus(folder):
 # --- other texts, written as token files ----------------------------------------------------------
 
 def text_folder(data, data_dir):
-    """Return the folder of token files for --data and --data_dir.
+    """Return the folder of token files for --data and --data_dir; the latter may be a text file.
 
-    data_dir: a folder with wiki.*.tokens, a text file, or None for the text "pydoc". A text file is
-    converted each time, because it may have changed.
+    A text file is converted each time, because it may have changed.
     """
     if data_dir and Path(data_dir).is_dir():
         return Path(data_dir)
@@ -114,10 +111,7 @@ def spaced(text):
 
 
 def write_tokens(folder, parts):
-    """Write {split: lines} as wiki.*.tokens. Several processes may do so at the same time.
-
-    Words that occur less than MIN_COUNT times in the training text become <unk>.
-    """
+    """Write {split: lines} as wiki.*.tokens. Words that are rare in the training become <unk>."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = Counter(word for line in parts["train"] for word in line.split())
     if min(counts.values()) >= MIN_COUNT:
@@ -159,11 +153,9 @@ def seen_lines(data_dir):
 
 
 def lines_to_score(data, data_dir, seen):
-    """Return the texts to evaluate a language model on: {split: lines of tokens}.
+    """Return the texts to evaluate a language model on: {"valid" and "test": lines of tokens}.
 
-    The splits are valid and test. But a text file is one split, "unseen": the paragraphs without a
-    hash in `seen`, the hashes of the training. The model's vocabulary decides which words are
-    known.
+    A text file is one text, "unseen": the paragraphs without a hash in `seen`, the training's.
     """
     if not data_dir or Path(data_dir).is_dir():
         folder = text_folder(data, data_dir)
@@ -179,8 +171,8 @@ def lines_to_score(data, data_dir, seen):
 def pydoc_folder(parent):
     """Write pydoc's topics and the standard library's docstrings as wiki.*.tokens, once.
 
-    The text depends on Python's version alone. A hash of a document's name chooses its split: one
-    sixteenth of the documents goes to valid, and one sixteenth to test. A paragraph becomes a line.
+    A hash of a document's name chooses its split: a sixteenth of the documents goes to valid, and
+    a sixteenth to test. A paragraph becomes a line.
     """
     folder = Path(parent, f"pydoc_{platform.python_version()}")
     if all(token_file(folder, split).exists() for split in SPLITS):
@@ -212,7 +204,7 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
     """Draw windows of context + 1 tokens anywhere in the text; the last token is only a target.
 
     tokens: (n,) uint32. Returns (b, context + 1) int64: the slice `part` of this step's batch_size
-    windows. A window depends on (seed, step, its place in the batch) alone.
+    windows, which depend on (seed, step, place in the batch) alone.
     """
     places = torch.arange(batch_size)[part]
     u = uniform(places, 2, seed, TEXT_WINDOW, step).double()        # (b, 2), 24 bits
@@ -229,7 +221,6 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
     The first window scores all its targets. Each later window begins `stride` tokens after the
     previous one and scores its last targets, so every target is scored once. The last window ends
     with the text; if stride equals window, it is shorter instead.
-
     tokens: (M + 1,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
     nll(h (b, s, C), targets (b, s)) -> (b, s). rank, world: each process computes its share of the
     windows, and returns all losses, on the CPU. progress: text of the progress bar.

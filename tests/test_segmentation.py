@@ -12,8 +12,7 @@ from PIL import Image
 from data import masks
 from common import InputError
 from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, ade20k, finish_views,
-                        load_segmentation, resize, resized, training_view,
-                        varied)
+                        load_segmentation, resize, resized, training_view)
 from data.rng import VIEW, uniform
 from data.shapes import render_scenes
 from runs import make_pairs
@@ -73,14 +72,6 @@ def test_normalised_padding_is_exactly_zero():
 
 
 # --- the crop -------------------------------------------------------------------------------------
-
-def test_varied_crops_have_two_classes():
-    def label(*counts):
-        return torch.cat([torch.full((n,), k, dtype=torch.uint8) for k, n in counts]).view(1, -1)
-    assert varied(label((0, 74), (1, 26))) and not varied(label((0, 75), (1, 25)))
-    assert not varied(label((3, 50))) and not varied(label((3, 50), (255, 50)))
-    assert varied(label((3, 50), (4, 40), (255, 900))) and not varied(label((255, 9)))
-
 
 def test_dull_crops_are_drawn_again():
     label = torch.zeros(40, 160, dtype=torch.uint8)
