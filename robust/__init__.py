@@ -1,10 +1,6 @@
 """Attacks on image classifiers, corruptions of images, and `evaluate`, which runs attacks.
 
-    from functools import partial
-    from robust import evaluate
-    from robust.attacks import pgd
-
-    right = evaluate(model, images, labels, {"pgd": partial(pgd, eps=2 / 255)})
+    right = evaluate(model, images, labels, {"pgd": partial(robust.attacks.pgd, eps=2 / 255)})
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
 eval_robust.py evaluates whole data sets with this folder; see docs/robustness.md. From the project,
@@ -19,8 +15,7 @@ from robust.attacks import check_inputs
 def attack_batch(model, images, labels, attack, **index):
     """Attack the images of one batch that the model classifies correctly; return all images.
 
-    attack: a function of (model, images, labels). index: nothing, or the keyword index=(n,), the
-    numbers of the images, which the attack receives, too.
+    index: nothing, or the keyword index=(n,), which the attack receives, too.
     """
     adv = images.clone()
     with torch.no_grad():
@@ -39,10 +34,8 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     attacks: {name: function of (model, images, labels)}. An attack from another library:
         lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
     batch_size: images per batch. It bounds the memory.
-    index: (n,) the numbers of the images. If you set it, every attack also gets the keyword index,
-        and random numbers depend on (seed, number) alone. Otherwise our attacks count the images of
-        a batch from 0.
-
+    index: (n,) the numbers of the images. If you set it, every attack also gets the keyword index.
+        Otherwise our attacks count the images of a batch from 0.
     Returns a dict of (n,) bool, True for a correct answer: "clean", the name of each attack, and
     "worst", under every attack.
     """

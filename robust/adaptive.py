@@ -2,11 +2,11 @@
 
     adv = adaptive_pgd(model, images, labels, 8 / 255)
 
-RPC-Attention runs Principal Attention Pursuit (PAP), whose soft threshold has slope 0 where it
-returns 0. There an attack along the model's own gradient can fail although the model is not robust
-(Athalye et al. 2018). An adaptive attack also follows gradients of the same weights with a changed
-PAP that does not hide them. The change reaches your own attention if it passes `**layer.pap` to
-`rpc_attention`. For a model without PAP, adaptive attacks are the plain attacks.
+The soft threshold of PAP has slope 0 where it returns 0. There an attack along the model's own
+gradient can fail although the model is not robust (Athalye et al. 2018). An adaptive attack also
+follows gradients of the same weights with a changed PAP that does not hide them. The change reaches
+your own attention if it passes `**layer.pap` to `rpc_attention`. For a model without PAP, adaptive
+attacks are the plain attacks.
 """
 
 import math
@@ -43,8 +43,8 @@ def with_pap(model, **settings):
 def straight_through(model, slope):
     """Return the model with the same outputs, whose soft threshold has gradient `slope` everywhere.
 
-    The threshold computes S, the sparse part of the keys K. Its true slope is 1 where S is not 0,
-    else 0. With slope=0, S counts as a constant, so K - S passes the full gradient to K.
+    The true slope is 1 where S is not 0, else 0. With slope=0, S counts as a constant, so K - S
+    passes the full gradient to K.
     """
     def shrink(x, tau):
         return soft_threshold(x, tau).detach() + slope * (x - x.detach())
@@ -59,18 +59,14 @@ def smooth_shrink(x, tau):
 
 
 def gradient_models(model, images):
-    """Return models for `surrogates` of `apgd`; [] for a model without RPC-Attention.
-
-    All have the same weights: two straight-through models, one with a smooth threshold, one where
-    S stays 0, and one that stops after half the steps. images: any that the model accepts.
-    """
+    """Return models of the same weights for `surrogates` of `apgd`; [] for a model without PAP."""
     steps = pap_steps(model, images)
     if not steps:
         return []
     return [straight_through(model, 1.0),
             straight_through(model, 0.0),
             with_pap(model, shrink=smooth_shrink),
-            with_pap(model, lambd=math.inf),
+            with_pap(model, lambd=math.inf),                        # S stays 0
             with_pap(model, n_iter=max(steps // 2, 1))]
 
 
@@ -80,8 +76,7 @@ def gradient_models(model, images):
 def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     """Run `pgd` along the true gradient; where it fails, follow both straight-through gradients.
 
-    Returns for each image a result that fools the model or, if there is none, the result with the
-    smallest margin. settings: of `pgd`.
+    Returns the first result that fools the model or, if there is none, the smallest margin's.
     """
     adv = pgd(model, images, labels, eps, index=index, **settings)
     if not pap_steps(model, images):

@@ -163,10 +163,7 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, 
 @torch.no_grad()
 def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, index=None,
               **settings):
-    """Run an attack `restarts` times; images that do not fool the model are attacked again.
-
-    attack: any attack with a random start. settings: other keywords of the attack.
-    """
+    """Run an attack with a random start `restarts` times, on images that are not fooled yet."""
     (eps, index), adv = per_image(images, eps, index), images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
@@ -193,10 +190,7 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
 
 
 def adam(grad, m, v, t, lr):
-    """Return the change that Adam (Kingma & Ba 2015) subtracts in step t = 1, 2, ...
-
-    m, v: the moments, updated in place.
-    """
+    """Return the change that Adam subtracts in step t = 1, 2, ...; update the moments m and v."""
     m.lerp_(grad, 0.1)                                          # m = 0.9 m + 0.1 g
     v.mul_(0.999).addcmul_(grad, grad, value=0.001)             # v = 0.999 v + 0.001 g^2
     return lr / (1 - 0.9 ** t) * m / (v / (1 - 0.999 ** t)).sqrt_().add_(1e-8)
@@ -230,9 +224,9 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
     The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with
-    legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image.
-    One image costs up to 2 * pairs * steps = 10,240 forward passes, so an image is finished as soon
-    as its iterate is misclassified.
+    legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image. An image
+    is finished as soon as its iterate is misclassified; it costs up to 2 * pairs * steps = 10,240
+    forward passes.
     Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
     """
     fooled = margin(clean_logits(model, images, eps, clip), labels) < 0
@@ -277,9 +271,9 @@ def project_l1(v, radius):
 def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=0, index=None):
     """Sparse L1 descent: each step spends eps/10 on the 1 % of entries with the largest |grad CE|.
 
-    eps: the bound of ||x_adv - x||_1, summed over all pixels and channels. At 224 px, eps=10 is a
-    mean change of 1/15000 per entry, so try 10, 50 and 100. rescale: True scales x_adv - x down to
-    the L1 ball, as cleverhans does; False projects it.
+    eps: the bound of ||x_adv - x||_1. At 224 px, eps=10 is a mean change of 1/15000 per entry, so
+    try 10, 50 and 100. rescale: True scales x_adv - x down to the L1 ball, as cleverhans does;
+    False projects it.
     Tramer & Boneh 2019;
     `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
     """
@@ -306,8 +300,7 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
 
     c: (B,). Returns the nearest successful iterates and their squared distances (B,), inf if no
     iterate succeeded. An image is finished when its loss falls by less than 2 % within a tenth of
-    the steps. The authors' code instead stops the whole batch, at 0.01 %. Our rule needs a third of
-    the time, and the distances are 1 % larger.
+    the steps. The authors' code stops the whole batch, at 0.01 %: three times slower, 1 % nearer.
     """
     far = torch.full_like(c, math.inf)
     found, distance = images.clone(), far.clone()
@@ -344,9 +337,8 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, 
     """Carlini & Wagner's L2 attack: find the nearest images with a margin below -confidence.
 
     The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
-    against distance. The attack searches c per image: c starts at c0 and grows tenfold until a
-    round succeeds, then bisection refines it. clip=False accepts images outside [0, 1] and clamps
-    them first, as cleverhans does with normalised images.
+    against distance: it starts at c0, grows tenfold until a round succeeds, then bisection refines
+    it, per image. clip=False clamps the images to [0, 1] first, as cleverhans does.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
     adv = images.clone() if clip else images.clamp(0, 1)

@@ -72,11 +72,10 @@ def test_hidden_gradient_fails(linear, leak):
     assert not wrong(checks.rivals(inner, x, y, eps, other))
 
 
-def test_random_logits_and_probabilities_fail(linear):
+def test_random_logits_fail(linear):
     model, x, y = linear
-    for change, claim in ((lambda z: z + 0.01 * torch.rand(5), "the same logits again"),
-                          (lambda z: z.softmax(1), "logits, not probabilities")):
-        assert claim in wrong(checks.gradients(lambda x: change(model(x)), x, y))
+    found = checks.gradients(lambda x: model(x) + 0.01 * torch.rand(5), x, y)
+    assert "the same logits again" in wrong(found)
     assert not wrong(checks.gradients(model, x, y))
 
 
