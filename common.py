@@ -71,6 +71,13 @@ def wide(x):
 
 # --- flags ----------------------------------------------------------------------------------------
 
+def new_parser(doc):
+    """Return a parser of flags. --help begins with `doc`, the docstring of a script."""
+    return argparse.ArgumentParser(description=doc, usage="%(prog)s [--flag value ...]",
+                                   formatter_class=argparse.RawDescriptionHelpFormatter,
+                                   allow_abbrev=False)
+
+
 def parse_flags(parser, recipes, default):
     """Parse the flags. Priority: command line, then the run of --resume, then the recipe of --data.
 
@@ -141,8 +148,8 @@ def use_bf16(wanted, device):
 def check_batch_size(batch_size, world, n=math.inf):
     """Raise InputError unless the processes can share a batch evenly, and n images fill a batch."""
     if batch_size % world or batch_size > n:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes, and "
-                         f"at most the {n} training images")
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes, "
+                         f"and at most {n}, the number of training images")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------

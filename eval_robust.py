@@ -99,55 +99,51 @@ SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=
 
 def get_args(words=None):
     """Parse the flags. words: a list instead of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                usage="%(prog)s [--flag value ...]",
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = common.new_parser(__doc__)
     flag = p.add_argument_group("what to evaluate").add_argument
-    flag("--ckpt", nargs="+", default=[], help="evaluate these checkpoints: files, or run folders "
-         "(best.pt, else last.pt); files with timm's names (DeiT, the paper's code) work, too")
-    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="evaluate the classifiers "
-         "that these functions return: modules that take pixels in [0, 1] and return logits")
+    flag("--ckpt", nargs="+", default=[], help="checkpoints: files, or run folders (best.pt, else "
+         "last.pt); files with timm's names (DeiT, the paper's code) work, too")
+    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="functions that return "
+         "classifiers: modules that take pixels in [0, 1] and return logits")
     flag("--measures", nargs="+", help=f"measure these: clean, corruptions or single types of "
          f"corruption, {', '.join(ATTACKS)}, {', '.join(FOLDERS)} (default: clean, corruptions, "
          f"noise, fgsm, pgd, adaptive_pgd, apgd, and the folders that are given)")
-    flag("--eps", nargs="+", type=Fraction, help="attack with these budgets, for example 8/255 or "
+    flag("--eps", nargs="+", type=Fraction, help="budgets of the attacks, for example 8/255 or "
          "0.031 (default: 1/255 2/255 4/255 8/255; with --preset paper 1/255 to 6/255)")
-    flag("--steps", type=int, help="let attacks take this many steps (default: see ATTACKS)")
-    flag("--limit", type=int, help="use this many images per measure, the same images for every "
-         "model (default: all; fewer on shapes and for slow attacks)")
-    flag("--preset", choices=("default", "paper"), default="default", help="choose the conditions "
-         "of attacks; paper repeats the conditions and settings of the paper's code")
-    flag("--seed", type=int, default=0, help="use this seed for all random numbers, also for the "
-         "choice of images (default: 0)")
+    flag("--steps", type=int, help="steps of the attacks (default: see ATTACKS)")
+    flag("--limit", type=int, help="images per measure, the same for every model (default: all; "
+         "fewer on shapes and for slow attacks)")
+    flag("--preset", choices=("default", "paper"), default="default", help="conditions of attacks; "
+         "paper repeats the conditions and settings of the paper's code")
+    flag("--seed", type=int, default=0, help="seed of all random numbers, also of the choice of "
+         "images (default: 0)")
     flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of these "
          "results.jsonl files")
 
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="evaluate on this data set (default: the data set of the "
-         "training)")
-    flag("--data_dir", help="read the data from this folder (default: as in training); for "
-         "imagenet, the folder that contains val/ with all or some classes")
-    flag("--image_size", type=int, help="set the pixels per side for --model (default: 32 on "
-         "shapes and cifar10, else 224)")
-    flag("--corrupted_dir", help="read corrupted images from this folder instead of making them: "
+    flag("--data", choices=DATASETS, help="data set (default: as in training)")
+    flag("--data_dir", help="folder of the data (default: as in training); for imagenet, the "
+         "folder that contains val/ with all or some classes")
+    flag("--image_size", type=int, help="pixels per side for --model (default: 32 on shapes and "
+         "cifar10, else 224)")
+    flag("--corrupted_dir", help="folder of corrupted images, which are not made then: "
          "<type>/<severity>/<class>/*.JPEG, as ImageNet-C")
     for name in FOLDERS:
         flag(f"--{name}", metavar="DIR", help=f"also measure {name} on the images in this folder, "
              "<class>/* for some of ImageNet's classes")
-    flag("--frost_dir", help="make frost from the photographs frost1.png to frost5.jpg of "
-         "ImageNet-C in this folder (default: from synthetic frost)")
+    flag("--frost_dir", help="folder of ImageNet-C's photographs frost1.png to frost5.jpg "
+         "(default: synthetic frost)")
     flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5), default=[1, 2, 3, 4, 5],
-         help="corrupt images at these severities (default: 1 2 3 4 5)")
+         help="severities of the corruptions (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="write results.jsonl to this folder (default: robust/ in the "
-         "run folder of the first checkpoint; for a single file out/FILE/robust; for --model "
-         "out/model/robust)")
-    flag("--batch_size", type=int, help="use this many images per batch, which bounds the memory "
-         "(default: depends on the image size and the memory of the GPU)")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="decode images in "
-         "this many processes (default: %(default)s)")
-    flag("--device", help="compute on cuda, mps or cpu (default: the best available)")
+    flag("--out_dir", help="folder of results.jsonl (default: robust/ in the run folder of the "
+         "first checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
+    flag("--batch_size", type=int, help="images per batch, which bounds the memory (default: "
+         "depends on the image size and the memory of the GPU)")
+    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="processes that "
+         "decode images (default: %(default)s)")
+    flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")

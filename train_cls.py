@@ -19,10 +19,10 @@ Resumed runs are bit-identical on a CPU, because every random number is a functi
 sample). docs/data.md describes GPUs and several processes.
 """
 
-import argparse
 import math
 import os
 import time
+from argparse import BooleanOptionalAction
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import islice
@@ -45,10 +45,7 @@ from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
-                                formatter_class=argparse.RawDescriptionHelpFormatter,
-                                allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
+    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
     # The recipe of --data, in data/datasets.py, gives or replaces defaults of all groups.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other flags "

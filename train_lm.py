@@ -23,12 +23,12 @@ Resumed runs are bit-identical on a CPU, because every random number is a functi
 place in the batch). docs/data.md describes GPUs and several processes.
 """
 
-import argparse
 import math
 import re
 import textwrap
 import time
 import zlib
+from argparse import BooleanOptionalAction
 from dataclasses import asdict
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -61,10 +61,7 @@ RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
-                                formatter_class=argparse.RawDescriptionHelpFormatter,
-                                allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
+    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
          "(default: folder, your own text, if --data_dir is given, else pydoc)")

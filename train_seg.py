@@ -23,11 +23,10 @@ Resumed runs are bit-identical on a CPU, because every random number is a functi
 sample). docs/data.md describes GPUs and several processes.
 """
 
-import argparse
 import math
 import os
 import time
-from argparse import Namespace
+from argparse import BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,10 +66,7 @@ RECIPES = {
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--flag value ...]",
-                                formatter_class=argparse.RawDescriptionHelpFormatter,
-                                allow_abbrev=False)
-    boolean = argparse.BooleanOptionalAction                        # --name and --no-name
+    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
          "(default: folder, your own images, if --data_dir is given, else shapes)")
