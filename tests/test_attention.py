@@ -21,7 +21,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def close(got, expected, atol=1e-10):
-    """Return True, or raise an AssertionError that names the difference."""
+    """Return True, or name the difference."""
     torch.testing.assert_close(got, expected, rtol=0, atol=atol)
     return True
 
@@ -54,17 +54,6 @@ def nonzero(trace):
 
 
 # --- reference arrays -----------------------------------------------------------------------------
-
-def test_rpc_outputs_and_S_equal_the_released_code(golden):
-    a = golden("attention_a")
-    keys = [k for k in a if k.endswith("_h64") and "_pap_" in k]
-    for key in keys:
-        (group, _, n, lam, _), trace = key.split("_"), []
-        got = rpc_attention(a[f"{group}_k"], a[f"{group}_v"], int(n[1:]), float(lam[3:]),
-                            trace=trace)
-        assert close(got, a[key]) and close(nonzero(trace), a[key[:-3] + "active"], atol=1e-9)
-    assert len(keys) >= 5
-
 
 def test_modules_and_gradients_equal_the_released_code(golden):
     a = golden("attention_a")
@@ -157,9 +146,8 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
 # --- every kind -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
-@pytest.mark.parametrize("attn_drop", [0, 0.3])
-def test_causal_outputs_do_not_depend_on_later_tokens(kind, attn_drop):
-    m, x = layer(kind, pap=dict(lambd=0.5), causal=True, attn_drop=attn_drop), tokens()
+def test_causal_outputs_do_not_depend_on_later_tokens(kind):
+    m, x = layer(kind, pap=dict(lambd=0.5), causal=True, attn_drop=0.3), tokens()
     m.qkv.weight.data *= 8                                     # large keys, so that S is not 0
     if kind == "scaled_alpha":
         m.learned.s.data.fill_(0.7)  # with its initial value 0, S would be 0
@@ -225,19 +213,9 @@ def test_trace_and_key_statistics_equal_the_forward_pass(kind):
         assert trace == []
 
 
-class LearnedRPC(torch.nn.Module):
-    """An attention that runs PAP with a learned lambda, as in docs/change.md."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.log_lambd = torch.nn.Parameter(torch.tensor(0.3).log())
-
-    def forward(self, q, k, v, layer):
-        return rpc_attention(k, v, **layer.pap | dict(lambd=self.log_lambd.exp()))
-
-
 def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", (False, LearnedRPC))
+    monkeypatch.setitem(ATTENTIONS, "mine", (False, lambda q, k, v, layer: rpc_attention(
+        k, v, **layer.pap | dict(lambd=0.3))))
     mine, rpc, plain, x, steps = layer("mine"), layer("rpc"), layer("symmetric"), 3 * tokens(), []
     m = torch.nn.Sequential(mine, rpc, plain)
     y, rpc_alone = m(x), rpc(x)
@@ -262,8 +240,7 @@ def test_compiled_rpc_is_one_graph_with_equal_outputs():
     assert close(compiled(x), m(x), atol=1e-12)
 
 
-# --- your own attention ---------------------------------------------------------------------------
-
+# --- errors ---------------------------------------------------------------------------------------
 
 def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (True, lambda q, k, v, layer: v[:, :, :1]))
@@ -271,14 +248,11 @@ def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
         layer("mine")(tokens())
 
 
-@pytest.mark.parametrize("how", [dict(mu_over="some"), dict(lambd=-1.0), dict(n_iter=0),
-                                 dict(threshold="under"), dict(dual_sign=2)])
-def test_unknown_settings_of_a_layer_are_errors(how):
-    with pytest.raises(ValueError, match=next(iter(how))):
-        layer("rpc", pap=how)(tokens())
-
-
-def test_arguments_that_would_broadcast_are_errors():
+def test_wrong_settings_and_arguments_that_would_broadcast_are_errors():
+    for how in (dict(mu_over="some"), dict(lambd=-1.0), dict(n_iter=0), dict(threshold="under"),
+                dict(dual_sign=2)):
+        with pytest.raises(ValueError, match=next(iter(how))):
+            layer("rpc", pap=how)(tokens())
     q, k, v = qkv()
     with pytest.raises(ValueError, match="^v.* expected"):
         rpc_attention(k, v[..., :1])

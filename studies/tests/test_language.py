@@ -8,7 +8,7 @@ import torch
 
 from attention import ATTENTIONS, naive_attention
 from common import InputError
-from studies import language
+from studies import language, leak
 
 
 @pytest.mark.parametrize("factor", [2, 4])
@@ -26,6 +26,11 @@ def test_equal_cost_steps_follow_measured_ratios():
     assert list(map(str, found)) == ["1000", "1600", "2000"]        # for --steps
     with pytest.raises(InputError, match="--cost"):
         language.steps_of("softmax, equal cost", "wikitext", costs)
+
+
+def test_training_exploits_mu_over_all_tokens():
+    assert leak.train("all", steps=80)[-1] < 0.1
+    assert abs(leak.train("seen", steps=80)[-1] - math.log(2)) < 2e-3
 
 
 def row(variant, seed, nats, attacked=0.0):
