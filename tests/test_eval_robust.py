@@ -270,7 +270,7 @@ def test_imagenet_folders_use_their_classes(tmp_path):
             "--measures", "imagenet_o", "--limit", limit, "--out_dir", tmp_path / "limits")
     assert [row["inside"] for row in read(tmp_path / "limits")] == [7, 8]
     tree = eval_robust.open_folder(tmp_path / "a", eval_robust.IMAGENET, 32)
-    logits = net(torch.stack([tree[i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
+    logits = net(torch.stack([tree[i, i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
     right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
     assert a["top1"] == pytest.approx(100 * right.float().mean().item())
 
