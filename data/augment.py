@@ -115,7 +115,7 @@ def change_tone(images, which, x, sign):
     equal = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor()
     luma = constant((0.299, 0.587, 0.114), images.device)
     mean = ((counts * v).sum(2) / pixels * luma).sum(1).add(0.5).floor().view(b, 1, 1)
-    factor = enhancement(x, sign)
+    factor = (1 + sign * 0.9 * x).clamp(min=0.1)        # of PIL's ImageEnhance, 0.1 to 1.9
     lost = 2 ** (4 + (4 * x).floor())                   # grey levels that become one
     tables = [torch.where(high > low, stretched, v),                        # in the order of TONE
               torch.where(step > 0, equal, v),
@@ -130,10 +130,6 @@ def change_tone(images, which, x, sign):
     return table.view(3 * b, 256).gather(1, index).view_as(images)
 
 
-def enhancement(x, sign):
-    return (1 + sign * 0.9 * x).clamp(min=0.1)      # the factor of PIL's ImageEnhance, 0.1 to 1.9
-
-
 def blend(images, which, x, sign):
     """Move each image away from its grey (which = 0) or its smooth version (1), or towards it."""
     images = images.float()
@@ -143,7 +139,8 @@ def blend(images, which, x, sign):
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * images[..., 1:-1, 1:-1]
     smooth[..., 1:-1, 1:-1] = total / 13
     base = torch.where(which.view(-1, 1, 1, 1) == 0, grey.round(), smooth.round())
-    return (base + enhancement(x, sign).view(-1, 1, 1, 1) * (images - base)).clamp(0, 255).byte()
+    factor = (1 + sign * 0.9 * x).clamp(min=0.1).view(-1, 1, 1, 1)      # as in `change_tone`
+    return (base + factor * (images - base)).clamp(0, 255).byte()
 
 
 def warp(images, which, x, sign):
@@ -206,11 +203,10 @@ def random_erase(images, u, positions, seed, prob):
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
 def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
-    """Mix each image and its target with the ones before it in the batch: MixUp or CutMix.
+    """Mix each image and its target (B, K) with the ones before it in the batch: MixUp or CutMix.
 
     A fair coin chooses one of them if both arguments are > 0. The arguments are alpha of
     Beta(alpha, alpha), from which the batch's share is drawn. seed and step determine all draws.
-    images: float. targets: (B, K). Copies of one image should not be neighbours.
     """
     from torchvision.transforms.v2 import CutMix, MixUp
     with torch.random.fork_rng(devices=[]):             # torchvision has no argument `generator`

@@ -1,7 +1,6 @@
 """The data sets of train_cls.py: --data NAME selects a loader and a recipe of default flags.
 
-A loader is a function (part, args). It returns a `Split` or a Dataset like `ImageTree`, see
-data/images.py.
+A loader is a function (part, args) -> `Split` or a Dataset like `ImageTree`, see data/images.py.
 """
 
 import os
@@ -33,9 +32,9 @@ def cifar10(part, args):
         images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
         return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
     tree = ImageTree(args.data_dir, "train" if part == "train" else "val")
-    images = [central_square(read_image(path), 32) for path in bar(tree.files, "decoding CIFAR-10",
-                                                                   leave=False)]
-    return Split(torch.stack(images), tree.labels, tree.classes)
+    files = bar(tree.files, "decoding CIFAR-10", leave=False)
+    images = torch.stack([central_square(read_image(path), 32) for path in files])
+    return Split(images, tree.labels, tree.classes)
 
 
 def imagenet(part, args):
@@ -110,10 +109,7 @@ DATASETS = {
 # --- load a part ----------------------------------------------------------------------------------
 
 def load_part(part, flags, device):
-    """Load "train" or "test" of the data set flags["data"]; of your own folder also "val", "all".
-
-    Returns a Split on the device, or a Dataset of files.
-    """
+    """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files."""
     data = DATASETS[flags["data"]]
     flags = {"classes": None, "seen": (), "crop": data.crop, **flags, "device": device}
     found = data.load(part, Namespace(**flags))
@@ -123,11 +119,7 @@ def load_part(part, flags, device):
 
 
 def load_data(args, device):
-    """Load (training images, images to evaluate on during training), and print their numbers.
-
-    With your own images and with --holdout, the second part is held out of the training and chooses
-    best.pt. Otherwise these are the test images.
-    """
+    """Load the training images, and the held-out or test images to evaluate on during training."""
     train, kind = load_part("train", vars(args), device), "validation"
     if args.data == "folder":
         val, parts = load_part("val", vars(args), device), part_folders(args.data_dir)
@@ -140,9 +132,8 @@ def load_data(args, device):
     else:
         val, kind = load_part("test", vars(args), device), "test"
     if list(train.classes) != list(val.classes):
-        odd = sorted(set(train.classes) ^ set(val.classes))[:5]
         raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate on "
-                         f"differ: {', '.join(odd)}")
+                         f"differ: {sorted({*train.classes} ^ {*val.classes})[:5]}")
     print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {kind} images, "
            f"{len(train.classes)} classes: {', '.join(train.classes[:12])}")
     return train, val
@@ -151,9 +142,8 @@ def load_data(args, device):
 def load_test(args, trained, size, classes, seen=()):
     """Load the test images of a network, `size` pixels per side; of your own folder, all images.
 
-    args: the flags data, data_dir and device of an evaluation. trained: the flags of the training,
-    whose data set determines the crop. classes: ImageNet's, in the network's order. seen: `marks`
-    of the training's images, which are left out.
+    args: flags of the evaluation (data, data_dir, device). trained: flags of the training, whose
+    data set determines the crop. classes: ImageNet's. seen: `marks` of images to leave out.
     """
     flags = dict(num_images=16000, seed=0, download=False)
     flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, seen=seen,

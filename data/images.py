@@ -22,9 +22,8 @@ from common import InputError
 from data.rng import RANDOM_CROP, uniform
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-# names of the folders of your own data that contain a part
 PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
-         "test": "test"}
+         "test": "test"}                     # folders of your own data
 
 
 class Split(NamedTuple):
@@ -54,9 +53,8 @@ def read_image(path):
     try:
         data = np.fromfile(path, np.uint8)
         if data[:3].tobytes() == b"\xff\xd8\xff":     # JPEG: Pillow is slower, with equal pixels
-            from torchvision.io import ImageReadMode, decode_image
-            return decode_image(torch.from_numpy(data), ImageReadMode.RGB,
-                                apply_exif_orientation=True)
+            from torchvision.io import decode_image
+            return decode_image(torch.from_numpy(data), "RGB", apply_exif_orientation=True)
         image = ImageOps.exif_transpose(Image.open(path))
         if image.mode[0] in "IF":               # Pillow would clip these values to 255, white
             raise ValueError("more than 8 bits per channel")
@@ -132,11 +130,11 @@ def marks(path, image):
 def choose_part(found, part, name):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
-    found: {folder: {class: [file]}}, with the folders of `part_folders`. val chooses best.pt, and
-    test is reported. The folders test/ and val/ are these parts; val/ without test/ is test.
-    Otherwise a hash of name(file) orders the files of a class: the first tenth becomes test and the
-    last tenth val, at least one file each. So a new file moves at most one other file into or out
-    of each part. "all" is the folder of test, if there is one, else all files.
+    found: {folder: {class: [file]}}, with the folders of `part_folders`. The folders test/ and val/
+    are these parts; val/ without test/ is test. Otherwise a hash of name(file) orders the files of
+    a class: the first tenth becomes test and the last tenth val, at least one file each. So a new
+    file moves at most one other file into or out of each part. "all": the folder of test, if there
+    is one, else all files.
     """
     test, val = (sum(found[one].values(), []) if one in found else None for one in ("test", "val"))
     if test is None:
@@ -190,8 +188,7 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     height, width = image.shape[1:]
     most = 2 * min(height, width)               # a resized 30000 x 1 image would need gigabytes
     image = F.center_crop(image, [min(height, most), min(width, most)])
-    image = F.resize(image, [math.floor(size / share)], F.InterpolationMode(resample),
-                     antialias=True)
+    image = F.resize(image, [int(size / share)], F.InterpolationMode(resample), antialias=True)
     return F.center_crop(image, [size, size])
 
 
@@ -237,7 +234,7 @@ class ImageTree(Dataset):
         missing = [] if subset else sorted(set(self.classes) - files.keys())
         if unknown or missing or not files:
             raise InputError(f"{folder} has {len(files)} folders with images, expected one per "
-                             f"class; they differ: {', '.join((unknown + missing)[:5])}")
+                             f"class; they differ: {', '.join(sorted(unknown + missing)[:5])}")
 
         # Use arrays: forked workers would copy a list, because they change reference counts.
         found = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]

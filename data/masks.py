@@ -132,8 +132,7 @@ def listed_classes(root):
 def ade20k(root, split, num_classes=None, names=()):
     """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
 
-    num_classes: K (default: the number of names in classes.txt). names: of the classes, if there is
-    no classes.txt.
+    num_classes: K (default: the lines of classes.txt). names: used if there is no classes.txt.
     """
     if len(names) != num_classes:
         names = [f"class {k}" for k in range(num_classes or 0)]
@@ -160,9 +159,8 @@ def own_folder(root, parts, classes=None, seen=()):
         values.update(stored.unique().tolist())
         palettes.setdefault(palette, path)
     if len(palettes) > 1:
-        one, other = [*palettes.values()][:2]
-        raise InputError(f"{one} and {other} have different palettes, so a value may not mean one "
-                         f"class: save all annotations with one palette, or as grey images")
+        raise InputError(f"{' and '.join([*palettes.values()][:2])} have different palettes; save "
+                         f"all annotations with one palette, or as grey images")
 
     binary, names = values == {0, IGNORE}, listed_classes(root)
     count = 2 if binary else 1 + max(values - {IGNORE}, default=0)
@@ -188,8 +186,6 @@ def own_folder(root, parts, classes=None, seen=()):
 
 def resize(x, size):
     """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
-    if x.shape[1:] == tuple(size):
-        return x
     return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
 
 

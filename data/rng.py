@@ -31,9 +31,8 @@ def _mix(x):
 def uniform(index, n, *key):
     """Draw uniform numbers in [0, 1), (B, n) float32 on index's device, multiples of 2**-24.
 
-    index: (B,) int64 in [0, 2**31), the samples' numbers. n: the number of columns. key: ints in
-    [0, 2**31), such as (seed, purpose). Row i depends on (key, index[i]) only, and column j does
-    not depend on n.
+    index: (B,) int64 in [0, 2**31), the samples' numbers. key: ints in [0, 2**31), such as (seed,
+    purpose). Row i depends on (key, index[i]) only, and column j does not depend on n.
     """
     row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
     for k in (*key, index.int()):
@@ -44,10 +43,7 @@ def uniform(index, n, *key):
 
 
 def normal(u):
-    """Turn uniform numbers (multiples of 2**-24 in [0, 1)) into standard normal ones, by inversion.
-
-    Half a step is added to u, so both ends are finite (|result| < 5.5). Same shape and dtype as u.
-    """
+    """Turn uniform numbers, multiples of 2**-24, into standard normal ones, all below 5.5."""
     return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
 
 

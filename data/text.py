@@ -44,8 +44,8 @@ class Vocabulary(dict):
 
     def __missing__(self, word):
         if UNK not in self:
-            raise InputError(f"the word {word!r} is not in the vocabulary, which has no {UNK}; use "
-                             f"its words, or train on a text that contains {UNK}")
+            raise InputError(f"the word {word!r} is not in the vocabulary; use its words, or train "
+                             f"on a text that contains {UNK}")
         return self[UNK]
 
     def encode_lines(self, lines):
@@ -75,27 +75,21 @@ def read_lines(path):
 
 
 def load_corpus(folder):
-    """Load the texts of a folder as ids. The vocabulary has the words of the training text.
-
-    Its order: <eos>, then by falling count; equal counts by first appearance.
-    """
+    """Load the texts of a folder. Ids: <eos>, then the words of the training by falling count."""
     texts = [read_lines(token_file(folder, split)) for split in SPLITS]
     counts = Counter(word for line in texts[0] for word in line.split())
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
-    vocab = Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])
+    vocab = Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])    # a stable order
     return Corpus(*map(vocab.encode_lines, texts), vocab)
 
 
 # --- other texts, written as token files ----------------------------------------------------------
 
 def text_folder(data, data_dir):
-    """Return the folder of token files for --data and --data_dir; the latter may be a text file.
-
-    A text file is converted each time, because it may have changed.
-    """
+    """Return the folder of token files for --data and --data_dir; the latter may be a text file."""
     if data_dir and Path(data_dir).is_dir():
         return Path(data_dir)
-    if data_dir:
+    if data_dir:                                # convert it each time: it may have changed
         parts, whole = split_text(data_dir), Path(data_dir).resolve()
         folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
         write_tokens(folder, {split: list(map(spaced, part)) for split, part in parts.items()})
@@ -223,9 +217,8 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
     with the text; if stride equals window, it is shorter instead.
     tokens: (M + 1,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
     nll(h (b, s, C), targets (b, s)) -> (b, s). rank, world: each process computes its share of the
-    windows, and returns all losses, on the CPU. progress: text of the progress bar.
-    Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1,
-    one window at a time).
+    windows, and returns all losses, on the CPU.
+    Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1).
     """
     M = len(tokens) - 1                                                         # targets
     if not 1 <= stride <= window <= M:

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from common import InputError
-from fixtures import SHARED
 from data import images as data
 from data.datasets import load_data, load_part
 from data.images import ImageTree, central_square, fingerprint, image_batches, read_image
@@ -105,23 +104,22 @@ def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
 # --- CIFAR-10 -------------------------------------------------------------------------------------
 
 def test_cifar_folders_are_loaded(tmp_path):
-    for split, part, n in (("train", "train", 2), ("test", "val", 1)):
-        pictures = [photo(32, 32, seed=10 * n + i) for i in range(2 * n)]
-        for i, picture in enumerate(pictures):
-            path = tmp_path / part / ("cat", "dog")[i // n] / f"{i}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            picture.save(path)
-        flags = dict(data="cifar10", data_dir=tmp_path, download=False)
+    flags, pictures = dict(data="cifar10", data_dir=tmp_path, download=False), {}
+    for i, path in enumerate(("train/cat", "train/dog", "val/cat", "val/dog")):
+        (tmp_path / path).mkdir(parents=True)
+        pictures[path] = photo(32, 32, seed=i)
+        pictures[path].save(tmp_path / path / "0.png")
+    for split, part in (("train", "train"), ("test", "val")):
         loaded = load_part(split, flags, "cpu")
-        assert torch.equal(loaded.images, torch.stack([tensor(picture) for picture in pictures]))
-        assert loaded.labels.tolist() == [0] * n + [1] * n and loaded.classes == ["cat", "dog"]
+        expected = torch.stack([tensor(pictures[f"{part}/{name}"]) for name in ("cat", "dog")])
+        assert torch.equal(loaded.images, expected) and loaded.labels.tolist() == [0, 1]
 
 
 # --- ImageNet's layout ----------------------------------------------------------------------------
 
-def pil_eval_crop(image, size, crop_pct=0.875):
+def pil_eval_crop(image, size):
     """Resize the short side and crop the centre with PIL."""
-    short = int(size / crop_pct)
+    short = int(size / 0.875)
     width, height = image.size
     wide = max(short, int(short * width / height))
     high = max(short, int(short * height / width))
@@ -131,15 +129,12 @@ def pil_eval_crop(image, size, crop_pct=0.875):
 
 
 def test_evaluation_crop_equals_pils(tree_dir):
-    trees = [(data.ImageTree(tree_dir, "val", size=size), range(6)) for size in (32, 96)]
-    photographs = SHARED / "data" / "imagenet_sample"
-    if photographs.is_dir():
-        trees.append((data.ImageTree(photographs, "val"), range(0, 200, 50)))
-    for tree, indices in trees:
-        for i in indices:
+    for size in (32, 96):
+        tree = data.ImageTree(tree_dir, "val", size=size)
+        for i in range(6):
             image, label, position = tree[i, i]
-            assert image.dtype == torch.uint8 and image.shape == (3, tree.size, tree.size)
-            assert (position, label) == (i, i // 2 if len(tree) == 6 else i)
+            assert image.dtype == torch.uint8 and image.shape == (3, size, size)
+            assert (position, label) == (i, i // 2)
             reference = pil_eval_crop(Image.open(tree.files[i]).convert("RGB"), tree.size)
             assert (image.int() - reference.int()).abs().max() <= 2
 
@@ -161,7 +156,7 @@ def test_random_crop_follows_its_numbers():
     draw = [0.0] * 22
     draw[0], draw[10] = (0.25 - 0.08) / 0.92, 0.5                # a quarter of the image, square
     end = 1 - 2 ** -24
-    for u, v, left, top in ((0, 0, 0, 0), (end, 0, 50, 0), (0, end, 0, 50), (0.5, 0.25, 25, 12)):
+    for u, v, left, top in ((0, 0, 0, 0), (end, 0, 50, 0), (0.5, end, 25, 50)):
         draw[20:] = u, v
         assert data.random_crop_box(100, 100, draw) == (left, top, 50, 50)
     quarter = draw[0]
@@ -213,7 +208,7 @@ def test_labels_follow_the_training_classes(tree_dir):
             val(**how)
     (tree_dir / "val" / "n03").rename(tree_dir / "val" / "n04")
     flags = Namespace(data="imagenet", data_dir=tree_dir, image_size=24, seed=0, holdout=0)
-    with pytest.raises(InputError, match="differ: n03, n04"):
+    with pytest.raises(InputError, match="differ.*n03.*n04"):
         load_data(flags, "cpu")
 
 
