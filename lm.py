@@ -116,13 +116,8 @@ class LM(nn.Module):
                   num_tokens=c.context, qkv_bias=False, proj_bias=False)
             for i in range(c.depth))
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
-        self.init_weights()
-
-    def init_weights(self):
-        """Draw weights with mean 0 and std 0.02, weights of norms with mean 1; set biases to 0.
-
-        Parameters that an attention defines itself, such as S of Scaled Attention, stay unchanged.
-        """
+        # Draw weights with std 0.02, and mean 1 in norms, else 0. Biases are 0. Parameters that an
+        # attention defines itself, such as S of Scaled Attention, stay unchanged.
         for m in self.modules():
             if isinstance(m, AdaptiveSoftmax):
                 nn.init.normal_(m.cluster_weight, 0.0, 0.02)

@@ -137,7 +137,16 @@ class ViT(nn.Module):
         self.head = nn.Linear(c.embed_dim, c.num_classes) if c.num_classes else nn.Identity()
         self.register_buffer("mean", torch.tensor(c.mean).view(3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(c.std).view(3, 1, 1), persistent=False)
-        self.init_weights()
+        # Draw the class token and the position embeddings (a module in a FAN) from a truncated
+        # normal, and with init="trunc_normal" also the weights of Linear layers.
+        for token in (self.pos_embed, self.cls_token):
+            if isinstance(token, nn.Parameter):
+                nn.init.trunc_normal_(token, std=0.02)
+        for m in self.modules():
+            if isinstance(m, nn.Linear) and c.init == "trunc_normal":
+                nn.init.trunc_normal_(m.weight, std=0.02)
+                if m.bias is not None:
+                    nn.init.zeros_(m.bias)
 
     def build(self, c):
         """Make patch_embed, pos_embed and blocks. FAN overrides this method."""
@@ -148,20 +157,6 @@ class ViT(nn.Module):
             Block(C, SelfAttention(C, H, layer_attention(c.attn, i, c.rpc_layers), **how),
                   Mlp(C, int(C * c.mlp_ratio)), c.drop_path * i / max(c.depth - 1, 1), c.eps)
             for i in range(c.depth))
-
-    def init_weights(self):
-        """Draw the position embeddings and the class token from a truncated normal, std 0.02.
-
-        With init="trunc_normal", draw the weights of Linear layers in the same way.
-        """
-        for token in (self.pos_embed, self.cls_token):
-            if isinstance(token, nn.Parameter):         # in a FAN, pos_embed is a module
-                nn.init.trunc_normal_(token, std=0.02)
-        for m in self.modules():
-            if isinstance(m, nn.Linear) and self.config.init == "trunc_normal":
-                nn.init.trunc_normal_(m.weight, std=0.02)
-                if m.bias is not None:
-                    nn.init.zeros_(m.bias)
 
     def normalise(self, images):
         """Check images (B, 3, S, S), float in [0, 1], and normalise their pixels."""
