@@ -13,16 +13,13 @@ from robust.attacks import check_inputs
 
 
 def attack_batch(model, images, labels, attack, **index):
-    """Attack the images of one batch that the model classifies correctly; return all images.
-
-    index: nothing, or the keyword index=(n,), which the attack receives, too.
-    """
+    """Attack the images of one batch that the model classifies correctly; return all images."""
     adv = images.clone()
     with torch.no_grad():
         rows = (model(images).argmax(1) == labels).nonzero()[:, 0]
     if len(rows):
-        keywords = {name: numbers[rows] for name, numbers in index.items()}
-        adv[rows] = attack(model, images[rows], labels[rows], **keywords).detach()
+        index = {name: numbers[rows] for name, numbers in index.items()}    # empty, or index=(n,)
+        adv[rows] = attack(model, images[rows], labels[rows], **index).detach()
     return adv
 
 

@@ -19,7 +19,6 @@ from common import wide
 from robust.attacks import margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
-# --- models that provide gradients ---------------------------------------------------------------
 
 def pap_steps(model, images):
     """Return the number of PAP steps per layer, or 0 if the model runs no PAP."""
@@ -69,8 +68,6 @@ def gradient_models(model, images):
             with_pap(model, lambd=math.inf),                        # S stays 0
             with_pap(model, n_iter=max(steps // 2, 1))]
 
-
-# --- attacks -------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):

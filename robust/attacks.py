@@ -16,8 +16,8 @@ adversarial images:
   seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch.
             index: (B,) int64; None: 0, 1, 2, ...
 The result is detached; the model's parameters and their .grad stay unchanged. An attack is faster
-if you freeze the parameters. Paper: Teo & Nguyen 2024, sections 4.1 and A.2. To add an attack,
-write such a function and add an entry to ATTACKS in eval_robust.py.
+if you freeze the parameters. Paper: Teo & Nguyen 2024, sections 4.1 and A.2. Folder of the sources
+`cleverhans:FILE.py`: `cleverhans-lab/cleverhans:cleverhans/torch/attacks`.
 """
 
 import math
@@ -126,8 +126,7 @@ def clean_logits(model, images, eps=0.0, clip=True):
 def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Fast gradient sign method: x + eps sign(grad CE), one step.
 
-    Goodfellow et al. 2015;
-    `cleverhans-lab/cleverhans:cleverhans/torch/attacks/fast_gradient_method.py`.
+    Goodfellow et al. 2015; `cleverhans:fast_gradient_method.py`.
     """
     check_inputs(model, images, eps, clip)
     logits, _, grad = input_gradient(cross_entropy, model, images, labels)
@@ -143,8 +142,7 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, 
     alpha: the step size in pixel units, for example 2/255; None: 0.15 eps. random_start: begin at
     x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py; another
     purpose draws other random numbers.
-    Madry et al. 2018;
-    `cleverhans-lab/cleverhans:cleverhans/torch/attacks/projected_gradient_descent.py`.
+    Madry et al. 2018; `cleverhans:projected_gradient_descent.py`.
     """
     check_inputs(model, images, eps, clip)
     alpha = 0.15 * eps if alpha is None else alpha
@@ -227,7 +225,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
     legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image. An image
     is finished as soon as its iterate is misclassified; it costs up to 2 * pairs * steps = 10,240
     forward passes.
-    Uesato et al. 2018; `cleverhans-lab/cleverhans:cleverhans/torch/attacks/spsa.py`.
+    Uesato et al. 2018; `cleverhans:spsa.py`.
     """
     fooled = margin(clean_logits(model, images, eps, clip), labels) < 0
     eps, index = per_image(images, eps, index)
@@ -274,8 +272,7 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     eps: the bound of ||x_adv - x||_1. At 224 px, eps=10 is a mean change of 1/15000 per entry, so
     try 10, 50 and 100. rescale: True scales x_adv - x down to the L1 ball, as cleverhans does;
     False projects it.
-    Tramer & Boneh 2019;
-    `cleverhans-lab/cleverhans:cleverhans/torch/attacks/sparse_l1_descent.py`.
+    Tramer & Boneh 2019; `cleverhans:sparse_l1_descent.py`.
     """
     clean_logits(model, images, clip=clip)
     k = max(int(0.99 * images[0].numel()), 1)             # the k-th smallest entry begins the 1 %

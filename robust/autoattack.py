@@ -2,9 +2,9 @@
 
     adv = autoattack(model, images, labels, 8 / 255)
 
-attacks.py describes the arguments of an attack. For an image that is not fooled, these attacks
-return the clean image. Finished images leave the batch at fixed steps, so the result for an image
-does not depend on the rest of its batch. Source: `fra31/auto-attack`.
+attacks.py describes the arguments. An attack that fails returns the clean image. Finished images
+leave the batch at fixed steps, so an image's result does not depend on the rest of its batch.
+Source: `fra31/auto-attack`.
 """
 
 from functools import partial
@@ -18,18 +18,10 @@ from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_g
                             noise_like, per_image, select_rows)
 
 
-def linf_norm(t):
-    """Return max|t| per image, (B,)."""
-    return t.abs().flatten(1).amax(1)
-
-
 # --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
 
 def dlr(logits, labels):
-    """Difference of logits ratio, (B,): -(z_y - max_{j != y} z_j) / (z_(1) - z_(3)).
-
-    z_(i): the i-th largest logit. Scaling the logits does not change the loss.
-    """
+    """Difference of logits ratio, (B,): -margin / (z_(1) - z_(3)); z_(i) is the i-th largest."""
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
 
@@ -66,7 +58,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)
     t = noise_like(images, index, seed, APGD, draw)
-    start = (images + eps * t / column(linf_norm(t))).clamp(low, high)
+    start = (images + eps * t / t.abs().amax((1, 2, 3), keepdim=True)).clamp(low, high)
     state = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
                             targets=labels if targets is None else targets,
                             low=low, high=high, x=start, step=2 * eps, adv=images)
@@ -219,7 +211,7 @@ def fab_step(s, model, targets, low, high):
 
     # Project x and the clean x0 onto the boundary. Take a point between the two projections.
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
-    a, a0 = linf_norm(d).clamp_min(1e-8).view(2, -1, 1)
+    a, a0 = d.abs().amax(1).clamp_min(1e-8).view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
     alpha = (a / (a + a0)).clamp_max(0.1)
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
@@ -228,7 +220,7 @@ def fab_step(s, model, targets, low, high):
     # Keep the nearest point that fools the model. If the new point fools the model, continue from
     # a point a tenth of the way back to x0; otherwise continue from the new point.
     fooled = model(x).argmax(1) != s.labels
-    away = linf_norm(x - s.x0)
+    away = (x - s.x0).abs().amax((1, 2, 3))
     nearer = fooled & (away < s.distance)
     s.adv = torch.where(column(nearer), x, s.adv)
     s.distance = torch.where(nearer, away, s.distance)
@@ -239,10 +231,9 @@ def fab_step(s, model, targets, low, high):
 
 @torch.no_grad()
 def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
-    """Set random squares to +-eps, one random sign per channel; keep squares that lower the margin.
+    """Set random squares to +-eps, a random sign per channel; keep squares that lower the margin.
 
-    Uses forward passes only. Source: `square.py`, where all images of a batch share the place and
-    the signs of a square; here each image has its own.
+    Source: `square.py`, where all images of a batch share the place and the signs of a square.
     """
     logits = clean_logits(model, images, eps, clip)
     (eps, index), adv = per_image(images, eps, index), images.clone()
@@ -278,8 +269,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
 def random_square(place, query, H, W):
     """Return the mask of a square, (B, 1, H, W) bool, which shrinks as the queries grow.
 
-    place: (B, 2) in [0, 1), the corner. The square never touches the last row and column, as in the
-    source.
+    place: (B, 2) in [0, 1), the corner. As in the source, the last row and column stay free.
     """
     share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)

@@ -35,7 +35,7 @@ def slack(labels):
     return 1 + len(labels) / 100
 
 
-# --- the checks: each returns {condition: bool} and a text with its numbers -----------------------
+# Each check returns {condition: bool} and a text with its numbers.
 
 def gradients(model, x, y):
     """Check 1: logits repeat, every image has a gradient, and the mean loss rises along it."""
@@ -93,8 +93,6 @@ def sweep_to_zero(model, x, y, left):
     return parts, (f"PGD leaves {percent(*left)} at {' '.join(f'{255 * e:g}' for e in BUDGETS)} "
                    f"/ 255, {percent(grey)} at eps 1; CW {percent(spared)}")
 
-
-# --- all of them ----------------------------------------------------------------------------------
 
 @torch.no_grad()
 def run_checks(model, x, y, name="", twin=None):

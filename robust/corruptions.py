@@ -53,10 +53,7 @@ def shot_table(photons, device):
 
 
 def shot_noise(images, c, u):
-    """Replace x by a draw of Poisson(c * x) / c, by table lookup; white is 1.
-
-    Probabilities are rounded to multiples of 2^-16.
-    """
+    """Replace x by a draw of Poisson(c * x) / c, by table lookup; white is 1."""
     index = images.int().mul_(2 ** 16).add_((draw_values(images, u) * 2 ** 16).int())
     return shot_table(c, images.device).index_select(0, index.flatten()).view_as(images)
 
@@ -91,10 +88,7 @@ def defocus_blur(images, c, u):
 
 
 def draw_glass_blur(u, H, W, c):
-    """Draw shifts dy * W + dx, (B, rounds, H - 2d, W - 2d) int64, with dy and dx from -d to d - 1.
-
-    Pixels near the border, rows and columns 0 to d and the last d - 1, are not shifted.
-    """
+    """Draw shifts dy * W + dx with dy and dx from -d to d - 1: (B, rounds, H - 2d, W - 2d)."""
     d = c[1]
     u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)               # dy and dx from one number
     dy, dx = u.floor() - d, u.frac().mul_(2 * d).floor_() - d
@@ -105,15 +99,15 @@ def glass_blur(images, c, u):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
     The source visits the pixels from the last to the first and overwrites each with the pixel at a
-    random shift. (It intends to swap the two, but swaps two views of one array.) If the copied
-    pixel was visited earlier, it was itself overwritten, so the copies form a chain. A chain
-    continues with probability < 0.43 per step, so pointer doubling follows it for 32 steps.
+    random shift. (It wants to swap them, but swaps two views of one array.) A copied pixel that was
+    visited earlier was itself overwritten, so the copies form a chain. A chain continues with
+    probability < 0.43 per step, so pointer doubling follows it for 32 steps.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
     shift = draw_glass_blur(u, H, W, c)
     here = torch.arange(H * W, device=images.device).expand(B, -1)
-    border = (d + 1, d - 1, d + 1, d - 1)
+    border = (d + 1, d - 1, d + 1, d - 1)                       # pixels that are not shifted
     inside = F.pad(torch.ones_like(shift[:, 0], dtype=torch.bool), border).flatten(1)
     source = here
     for step in shift.unbind(1):
@@ -161,10 +155,7 @@ def draw_snow(u, H, W, c):
 
 
 def snow(images, c, u):
-    """Whiten the image, then add flakes: zoomed, thresholded and smeared noise.
-
-    The flakes are added twice, the second time rotated by 180 degrees.
-    """
+    """Whiten the image, then add flakes: zoomed, thresholded and smeared noise."""
     mean, std, zoom, threshold, radius, sigma, keep = c
     field, angle = draw_snow(u, *images.shape[2:], c)
     flakes = enlarge((field * std + mean)[:, None], zoom, *images.shape[2:])
@@ -173,7 +164,7 @@ def snow(images, c, u):
     x = images.float()
     grey = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
     x = keep * x + (1 - keep) * torch.maximum(x, 1.5 * grey + 127.5)
-    return quantise(x + (flakes + flakes.flip(2, 3)))
+    return quantise(x + (flakes + flakes.flip(2, 3)))           # also rotated by 180 degrees
 
 
 def frost(images, c, u, frost_dir=None):

@@ -83,8 +83,7 @@ def motion(x, radius, sigma, angle):
 def bilinear(x, across, down, align_corners):
     """Interpolate pixels bilinearly at coordinates that broadcast to (B, H, W).
 
-    The image is mirrored at the centres of the border pixels, or without align_corners at their
-    outer edges.
+    The image is mirrored at the centres (align_corners) or the outer edges of its border pixels.
     """
     edge = 0 if align_corners else 0.5
     h, w = x.shape[2:]

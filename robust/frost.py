@@ -47,10 +47,7 @@ def load_frost(frost_dir):
 
 @lru_cache(maxsize=8)
 def scaled_frost(frost_dir, scale, H, W, device):
-    """Load and scale the textures; enlarge a texture that is too small for H x W pixels.
-
-    An enlarged texture is 10 % larger than needed, as room for random crops.
-    """
+    """Load and scale the textures; enlarge those that are too small for crops of H x W pixels."""
     textures = []
     for texture in load_frost(frost_dir):
         x = texture[None].to(device).float()

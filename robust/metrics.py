@@ -1,12 +1,8 @@
-"""Metrics in the robustness tables: mCE (ImageNet-C) and detection of outliers (ImageNet-O).
-
-Hendrycks & Dietterich 2019, Hendrycks et al. 2021.
-"""
+"""mCE for ImageNet-C (Hendrycks & Dietterich 2019), AUPR for ImageNet-O (Hendrycks et al. 2021)."""
 
 import torch
 
-# AlexNet's top-1 error on ImageNet-C, the mean over 5 severities. Source:
-# `rachtsy/KPCA_code:Robust/utils_robust.py`.
+# AlexNet's top-1 error on ImageNet-C, a mean over severities (`KPCA_code:Robust/utils_robust.py`).
 ALEXNET = dict(
     gaussian_noise=0.886428, shot_noise=0.894468, impulse_noise=0.922640, defocus_blur=0.819880,
     glass_blur=0.826268, motion_blur=0.785948, zoom_blur=0.798360, snow=0.866816, frost=0.826572,
@@ -15,10 +11,7 @@ ALEXNET = dict(
 
 
 def mean_corruption_error(errors):
-    """Return mCE in per cent: the mean over 15 corruptions of error_c / AlexNet's error_c.
-
-    errors: {name: top-1 error in [0, 1], mean over the severities}.
-    """
+    """Return mCE in per cent from errors {name: top-1 error in [0, 1], a mean over severities}."""
     return 100 * sum(errors[name] / alexnet for name, alexnet in ALEXNET.items()) / len(ALEXNET)
 
 

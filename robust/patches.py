@@ -3,7 +3,7 @@
     corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
 
 Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the image's
-position in the batch alone, so every network gets the same corrupted patches.
+position in the batch alone.
 """
 
 import torch
@@ -13,7 +13,6 @@ from data.rng import PATCH_PLACES, PATCH_VALUES, normal, uniform
 from robust.attacks import cross_entropy, input_gradient
 
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
-PLACES, VALUES = (0, PATCH_PLACES), (0, PATCH_VALUES)       # seed, purpose of a random number
 
 
 @torch.no_grad()
@@ -23,7 +22,7 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     kind: "noise", "black" and "white" replace n patches. "gaussian" adds noise of standard
         deviation 0.3 to n patches. "pixels" gives 12 single pixels random colours. "adversarial"
         changes one block of 2 x 2 patches to raise the model's loss, in 20 steps.
-    patch: the side of a patch in pixels; S must be a multiple of it.
+    patch: the side of a patch in pixels, a divisor of S.
     Returns the corrupted images, and which patches were corrupted, (B, P) bool.
     """
     B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
@@ -38,7 +37,7 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
             x = torch.where(where, moved.clamp(0, 1), x)
         return x, hit
 
-    values = uniform(index, images[0].numel(), *VALUES).view_as(images)
+    values = uniform(index, images[0].numel(), 0, PATCH_VALUES).view_as(images)
     if kind == "pixels":
         at = random_places(index, 12, size * size).view(B, 1, size, size)
         hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
@@ -52,12 +51,12 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
 
 def random_places(index, n, total):
     """Choose n of `total` places per image, all equally likely: (B, total) bool."""
-    return uniform(index, total, *PLACES).argsort(1).argsort(1) < n              # rank < n
+    return uniform(index, total, 0, PATCH_PLACES).argsort(1).argsort(1) < n              # rank < n
 
 
 def random_block(index, side):
     """Choose a block of 2 x 2 patches per image: (B, side * side) bool."""
-    corner = (uniform(index, 2, *PLACES) * (side - 1)).long()          # (B, 2): row, column
+    corner = (uniform(index, 2, 0, PATCH_PLACES) * (side - 1)).long()     # (B, 2): row, column
     lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
     inside = (lines >= 0) & (lines < 2)
     return (inside[:, 0, :, None] & inside[:, 1, None]).flatten(1)

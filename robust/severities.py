@@ -1,8 +1,7 @@
 """Constants of the corruptions at severities 1 to 5, from ImageNet-C's scripts.
 
 CONSTANTS[name] has one entry per severity, or three tables {224: entries, 64: entries, 32: entries}
-for images whose shorter side has at least 128 px, at least 48 px, or less. The 244 in
-elastic_transform is copied from ImageNet-C; it is not a misprint here.
+for images whose shorter side has at least 128 px, at least 48 px, or less.
 """
 
 CONSTANTS = {
@@ -51,7 +50,7 @@ CONSTANTS = {
     "contrast": {  # factor
         224: (.4, .3, .2, .1, .05), 64: (.4, .3, .2, .1, .05), 32: (.75, .5, .4, .3, .15)},
     "elastic_transform": {  # alpha, sigma, jitter of the corners
-        224: [(244 * a, 244 * s, 244 * j) for a, s, j in
+        224: [(244 * a, 244 * s, 244 * j) for a, s, j in            # 244, not 224, as in ImageNet-C
               ((2, .7, .1), (2, .08, .2), (.05, .01, .02), (.07, .01, .02), (.12, .01, .02))],
         64: [(64 * a, 64 * s, 64 * j) for a, s, j in
              ((0, 0, .08), (.05, .3, .06), (.1, .08, .06), (.1, .03, .03), (.16, .03, .02))],

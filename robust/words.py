@@ -1,10 +1,10 @@
 """The word-swap attack on the text that a language model is evaluated on.
 
-The attack replaces a share of the words by one meaningless word, `AAA` (Teo & Nguyen 2024, section
-4.2, Table 3). The paper does not give the rate. The rate 0.015 per line comes from
-`KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
+    lines, swapped = word_swap(lines)
 
-    lines, swapped = word_swap(lines)           # swapped: one bool per token, <eos> included
+Teo & Nguyen 2024, section 4.2, Table 3: a meaningless word, `AAA`, replaces a share of the words.
+The paper does not give the share. 0.015 per line comes from
+`KurtPask/Elliptical-Attention:WordAttack/src_attack/utils/vocabulary.py`.
 """
 
 import random
@@ -28,8 +28,8 @@ def word_swap(lines, seed=0, word=WORD):
     """Replace max(int(RATE * words), 1) words per line, also in headings. Returns (lines, swapped).
 
     lines: strings of tokens with spaces between them. A word is a token with a letter or digit.
-    Stop words in lower case and <unk> are never replaced. swapped: one bool per token of the text,
-    with an <eos> after every line, so that you can compute the perplexity of unchanged tokens.
+    Stop words in lower case and <unk> are never replaced. swapped: one bool per token; every line
+    has an <eos> at its end.
     """
     rng = random.Random(seed)
     parts = [re.split(r"(\s+)", line) for line in lines]           # tokens and the spaces between
