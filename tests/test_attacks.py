@@ -10,8 +10,8 @@ import torch
 
 from robust import adaptive, attacks, words
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
-from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, project_l1, restarted, sld,
-                            spsa, spsa_gradient)
+from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, restarted, sld, spsa,
+                            spsa_gradient)
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from data.shapes import load_shapes
 from golden_net import trained_network
@@ -140,16 +140,6 @@ def test_spsa_gradient_estimates_the_gradient():
     assert not torch.allclose(again, spsa_gradient(model, *two, 1, 1).flatten(1))
 
 
-def test_spsa_probes_around_iterate_or_twice_image():
-    model, (image, *_), (label, *_), _ = linear_case()
-    seen, x = [], image[None]
-    for legacy in (False, True):
-        spsa(lambda x: seen.append(x) or model(x), x, label[None], 0.1, steps=1, pairs=8,
-             legacy=legacy)
-    iterate, legacy = (probes.mean(0) for probes in seen if len(probes) == 16)
-    assert 0 < (iterate - image).abs().max() <= 0.1 and (legacy - 2 * image).abs().max() < 1e-9
-
-
 def test_cw_reaches_nearest_point_of_linear_model():
     model, images, labels, w = linear_case()
     adv = cw(model, images, labels, confidence=0.3, steps=200, lr=0.01, search_steps=9)
@@ -168,19 +158,6 @@ def test_sld_spends_budget_on_largest_weights():
     first = sld(model, images, labels, 0.2, steps=1) - images              # a tenth of the budget
     torch.testing.assert_close(l1(first), expected / 10, atol=1e-5, rtol=0)
     assert torch.equal((moved != 0).nonzero(), (w.abs() >= w.abs().topk(2).values[:, 1:]).nonzero())
-
-
-def test_l1_projection_is_the_nearest_point():
-    v = torch.randn(30, 75, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    radius = torch.linspace(0, 1.2, 30, dtype=torch.float64)[:, None] * l1(v)[:, None]
-    low, high = torch.zeros(30, 1, dtype=torch.float64), v.abs().amax(1, keepdim=True)
-    for _ in range(100):  # find theta by bisection
-        theta = (low + high) / 2
-        over = l1((v.abs() - theta).clamp(min=0))[:, None] > radius
-        low, high = torch.where(over, theta, low), torch.where(over, high, theta)
-    torch.testing.assert_close(project_l1(v, radius), v.sign() * (v.abs() - high).clamp(min=0),
-                               atol=1e-10, rtol=0)
-    assert torch.equal(project_l1(v, 1e9), v) and not project_l1(v, 0.0).any()
 
 
 @pytest.mark.parametrize("name", BOUNDED)

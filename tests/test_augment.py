@@ -38,8 +38,6 @@ def on_pil(images, f):
     return torch.from_numpy(np.stack(out)).permute(0, 3, 1, 2)
 
 
-# --- RandAugment ----------------------------------------------------------------------------------
-
 def ours(name, images, level, sign):
     """Apply operation `name` at this level to every image."""
     change, names = next((change, names) for change, names in (
@@ -102,8 +100,6 @@ def test_samples_do_not_depend_on_their_batch():
     assert torch.equal(images, before) and whole.dtype == torch.float32
 
 
-# --- crop and flip --------------------------------------------------------------------------------
-
 def test_flip_and_shift_follow_their_numbers():
     images = make_images(5)[:4]  # without the flat image, the last
     flipped = random_hflip(images, torch.tensor([0.1, 0.5, 0.9, 0.4999]))
@@ -114,8 +110,6 @@ def test_flip_and_shift_follow_their_numbers():
     assert torch.equal(out[1, :, 4:, 4:], images[1, :, :-4, :-4]) and not out[1, :, :4].any()
     assert torch.equal(out[2, :, :-4], images[2, :, 4:]) and not out[2, :, -4:].any()
 
-
-# --- random erasing -------------------------------------------------------------------------------
 
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
     """Return the box (top, left, height, width) in 96 x 96 pixels, after `misses` failed tries."""
@@ -158,8 +152,6 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
     for pair in ((a, b), (a[1:], a[:-1])):  # channels and neighbours are independent
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
 
-
-# --- mixup and cutmix -----------------------------------------------------------------------------
 
 def test_an_image_is_mixed_with_the_one_before_it():
     images, targets = torch.rand(6, 3, 16, 16), torch.eye(6)

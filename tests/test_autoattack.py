@@ -18,8 +18,6 @@ MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apg
            "square": square}
 
 
-# --- comparison with pyautoattack ----------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def own():
     """Return (model, images, labels): a small network trained on scenes, and 60 test images."""
@@ -84,19 +82,6 @@ def test_apgd_follows_the_path_of_pyautoattack(own, monkeypatch, loss):
     assert len(theirs) == 61 and (far < 1e-5).sum() >= 10
 
 
-def test_fab_finds_the_points_of_pyautoattack(own):
-    module = pytest.importorskip("pyautoattack.fab_pt")
-    model, images, labels = own
-    right = robust(model, images, labels)
-    x, y = images[right][:12], labels[right][:12]
-    reference = module.FABAttack_PT(model, norm="Linf", eps=EPS, n_iter=9, targeted=True,
-                                    device="cpu")
-    reference.target_class = 2
-    theirs = reference.attack_single_run(x, y, is_targeted=True)
-    adv = fab_t(model, x, y, 1.0, steps=9, num_targets=1)
-    assert ((adv - theirs).abs().amax((1, 2, 3)) < 1e-4).sum() >= 10
-
-
 def test_squares_shrink_as_in_pyautoattack():
     module = pytest.importorskip("pyautoattack.square")
     reference = module.SquareAttack(None, p_init=0.8, eps=EPS, resc_schedule=False, device="cpu")
@@ -105,8 +90,6 @@ def test_squares_shrink_as_in_pyautoattack():
             side = max(round(math.sqrt(reference.p_selection(query) * 64 * 64)), 1)
             assert random_square(torch.zeros(1, 2), query, 64, 64).sum() == side ** 2
 
-
-# --- known results -------------------------------------------------------------------------------
 
 def test_each_stage_leaves_fewer_robust_images(own, capsys):
     model, images, labels = own[0], own[1][:30], own[2][:30]

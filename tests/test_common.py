@@ -12,8 +12,6 @@ import common
 from common import InputError, load, save, start_log
 
 
-# --- checkpoints ----------------------------------------------------------------------------------
-
 def test_a_folders_best_checkpoint_is_loaded(tmp_path, monkeypatch):
     state = dict(model={"w": torch.randn(3, 2)}, step=7, args=dict(lambd=math.inf), layers=(0, 1))
     with monkeypatch.context() as patch:                                # as if saved on a GPU
@@ -54,8 +52,6 @@ def test_broken_checkpoints_are_named(tmp_path):
         load("nowhere")
 
 
-# --- log ------------------------------------------------------------------------------------------
-
 def open_log(folder, step):
     """Start a log; return its path."""
     args = Namespace(out_dir=str(folder))
@@ -74,8 +70,6 @@ def test_a_log_is_cut_after_the_step(tmp_path):
         assert (first["parameters"], first["images"], last["step"]) == (2, 3, step)
     assert len(common.read_log(open_log(path.parent, 0))) == 1          # a new run
 
-
-# --- processes and messages -----------------------------------------------------------------------
 
 def test_input_errors_are_one_line():
     worker = "Caught InputError in DataLoader worker process 0.\n...\ncommon.InputError: no a.jpg"

@@ -29,8 +29,6 @@ def draw(seed, N=24, D=8, M=None, size=1.0):
     return size * q, size * k, v
 
 
-# --- numbers by hand, and golden ones -------------------------------------------------------------
-
 def test_worked_example_agrees_with_the_numbers_by_hand():
     for what, by_hand, computed in kpca.hand_example():
         assert (kpca.by_hand(by_hand) - computed).abs().max() < 1e-12, what
@@ -83,8 +81,6 @@ def test_long_keys_agree_with_golden(golden, case):
     assert all(t.isfinite().all() for t in terms.values())
 
 
-# --- printed formulas and their logarithms --------------------------------------------------------
-
 def test_printed_formulas_equal_the_logarithms():
     q, k, v = draw(1, N=8, D=3, M=10)
     axes = kernel_pca(k)
@@ -97,8 +93,6 @@ def test_printed_formulas_equal_the_logarithms():
     h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
     assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
 
-
-# --- theory that holds for any keys ---------------------------------------------------------------
 
 @pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (65, 32, 1.0), (40, 64, 1.7)])
 def test_theorem_1_is_exact(N, D, size):

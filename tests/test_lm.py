@@ -30,8 +30,6 @@ def assert_close(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
 
 
-# --- equal to lmtool ------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name", LMTOOL)
 def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
     a = golden(name)
@@ -50,8 +48,6 @@ def test_hidden_states_nats_and_gradients_equal_lmtools(golden, name):
         # qkv: compare the last rows, keys and values
         assert_close(ours.grad[-len(a[f"grad/{theirs}"]):], a[f"grad/{theirs}"], 1e-5)
 
-
-# --- the model ------------------------------------------------------------------------------------
 
 def test_parameter_counts_are_the_papers():
     def count(**kind):
@@ -73,8 +69,6 @@ def test_initial_weights_follow_lmtool():
             assert abs(p.std() - 0.02) < 5 * 0.02 / p.numel() ** 0.5, name
             assert abs(p.mean() - float("norm" in name)) < 5 * 0.02 / p.numel() ** 0.5, name
 
-
-# --- causality ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("mu_over", ["seen", "token", "all"])
 def test_only_mu_over_all_tokens_reads_later_words(mu_over):
@@ -119,8 +113,6 @@ def test_a_missing_causal_mask_is_found(monkeypatch):
         assert leaks("mini") is expected
     assert not leaks("paper")                                   # one_maximum, more rounding errors
 
-
-# --- output layer ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("cutoffs", [(), (8, 16, 32), (1, 52)])
 def test_probabilities_sum_to_one_and_equal_nats(cutoffs):
@@ -167,8 +159,6 @@ def test_under_bf16_autocast_nats_are_float32_and_close():
         assert x.dtype == torch.float32 and (x - y).norm() < 0.02 * y.norm()
 
 
-# --- sampling -------------------------------------------------------------------------------------
-
 GREEDY = 1e-6  # a temperature at which the likeliest word is certain
 
 
@@ -192,8 +182,6 @@ def test_samples_follow_temperature_and_generator():
     assert (torch.bincount(first[:, -1], minlength=53) / 4000 - p).abs().max() < 0.03
     assert torch.equal(first, again)
 
-
-# --- bad input ------------------------------------------------------------------------------------
 
 def test_long_windows_and_leaking_samplers_are_errors():
     with pytest.raises(RuntimeError):

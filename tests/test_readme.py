@@ -28,8 +28,6 @@ OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "-
 CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests")
 
 
-# --- the commands of README.md --------------------------------------------------------------------
-
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
 SMALL = {"train_cls.py": "--max_steps 2", "eval_robust.py": "--measures clean --limit 8",
          "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0 --limit 4 "
@@ -126,8 +124,6 @@ def test_snippets_run_as_printed(tmp_path, monkeypatch):
                 if name in names:
                     assert names[name](torch.rand(1, 3, 32, 32)).shape[1] in (10, 11)
 
-
-# --- names on all pages ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_scripts_and_flags_on_pages_exist(page):

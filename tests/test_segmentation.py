@@ -26,8 +26,6 @@ def root(tmp_path):
     return tmp_path / "pairs"
 
 
-# --- transforms equal OpenCV's, as mmsegmentation calls them --------------------------------------
-
 def test_labels_shift_and_unlabelled_pixels_are_ignored(root):
     shifted = ade20k(root, "training", 150).label_of[[0, 1, 2, 150, 255]]
     assert shifted.tolist() == [255, 0, 1, 149, 255]
@@ -70,8 +68,6 @@ def test_normalised_padding_is_exactly_zero():
     torch.testing.assert_close(out[0, :, :30, :20], ((120 / 255 - mean) / std).expand(3, 30, 20))
     assert (out[0, :, 30:] == 0).all() and (out[0, :, :, 20:] == 0).all()
 
-
-# --- the crop -------------------------------------------------------------------------------------
 
 def test_dull_crops_are_drawn_again():
     label = torch.zeros(40, 160, dtype=torch.uint8)
@@ -121,8 +117,6 @@ def test_distortion_follows_the_position_and_leaves_padding_alone():
     assert (found[..., 0, 0].float().mean(0) - plain[:, 0, 0]).abs().max() < 25
 
 
-# --- samples --------------------------------------------------------------------------------------
-
 def test_class_names_come_from_the_folder(root):
     flags = Namespace(data="camvid", data_dir=root, num_classes=11)
     assert load_segmentation(flags, ["test"])[0].classes == CAMVID_CLASSES
@@ -133,8 +127,6 @@ def test_class_names_come_from_the_folder(root):
     with pytest.raises(InputError, match="--num_classes 5"):
         ade20k(root, "training", 5)
 
-
-# --- faulty folders -------------------------------------------------------------------------------
 
 def test_wrong_annotations_are_named(root):
     path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)

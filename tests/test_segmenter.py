@@ -1,8 +1,4 @@
-"""Compare segmenter.py with upstream's code; test its scores, its memory and its errors.
-
-The reference arrays were computed by `rstrudel/segmenter` and its fork `rachtsy/segm` in float32;
-tolerance 1e-4.
-"""
+"""Compare segmenter.py with upstream's code; test its scores and its errors."""
 
 import pytest
 import torch
@@ -10,13 +6,9 @@ import torch.nn.functional as F
 
 from vit import resize_pos_embed
 from data.masks import resize
-from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate,
-                       predict_classes, scores, view, view_logits)
+from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, predict_classes,
+                       scores)
 
-TOY = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
-REFERENCES = {"seg_mask": dict(), "seg_mask_symmetric": dict(attn="symmetric"),
-              "seg_mask_rpc": dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0),
-                                   decoder_attn="symmetric")}
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
 
@@ -25,44 +17,8 @@ def small(**kind):
     return Segmenter(SegmenterConfig(**{**SMALL, **kind})).eval()
 
 
-def reference_model(arrays, **kind):
-    # the reference inputs are normalised already
-    m = Segmenter(SegmenterConfig(**TOY, mean=(0, 0, 0), std=(1, 1, 1), **kind)).eval()
-    m.load_state_dict({k[3:]: v for k, v in arrays.items() if k.startswith("sd/")
-                       and not k.startswith("sd/encoder.head.")})        # unused
-    return m
-
-
 def close(got, expected, atol=1e-4):
     torch.testing.assert_close(got, expected, rtol=0, atol=atol, check_dtype=False)
-
-
-# --- equal to references --------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name", REFERENCES)
-def test_every_kind_equals_upstream_with_gradients(golden, name):
-    a = golden(name)
-    m = reference_model(a, **REFERENCES[name])
-    logits = m(a["input"])
-    close(logits, a["logits"])
-    close(m(a["odd_input"]), a["odd_logits"])  # padded, cropped
-    loss = F.cross_entropy(logits, a["label"].long(), ignore_index=255)
-    close(loss, a["loss"])
-    loss.backward()
-    names = [k for k in a if k.startswith("grad/")]
-    assert len(names) > 3
-    for key in names:
-        close(m.get_parameter(key[5:]).grad, a[key])
-
-
-def test_windows_and_views_equal_upstream(golden):
-    a, m = golden("seg_sliding"), reference_model(golden("seg_mask"))
-    window, stride, shape = int(a["window"]), int(a["stride"]), a["ori_shape"].tolist()
-    for i in range(3):
-        image = a[f"im_{i}"][0]
-        x = view(image, min(image.shape[1:]), 1, window)        # the image has its final size
-        logits = resize(view_logits(m, [x], window, stride, 3)[0], shape)
-        close((logits.flip(2) if a[f"flip_{i}"] else logits).softmax(0), a[f"prob_{i}"])
 
 
 def test_logits_equal_the_model_written_out():
@@ -98,8 +54,6 @@ def test_metrics_equal_upstreams_and_mmsegmentations(golden):
                                      "mean_iou")] == a["percent_rounded"].tolist()
 
 
-# --- the model ------------------------------------------------------------------------------------
-
 def test_parameter_counts_equal_upstream():
     for kind, encoder, decoder in ((dict(), 5_683_392, 1_029_996),
                                    (dict(attn="rpc"), 5_238_720, 955_884)):
@@ -123,17 +77,6 @@ def test_encoder_and_decoder_layers_have_their_attention(kind, encoder, decoder)
     assert decoders[0].attn.attn_drop == decoders[0].mlp.drop.p == 0.1 and not first.attn_drop
 
 
-def test_initial_weights_equal_upstream():
-    torch.manual_seed(0)
-    d = Segmenter(SegmenterConfig(num_classes=150, depth=1)).decoder
-    stds = [t.std().item() for t in (d.proj_dec.weight, d.blocks[1].mlp.fc1.weight, d.cls_emb)]
-    assert all(abs(std - 0.02) < 5e-4 for std in stds)
-    assert all(abs(t.std() - 192 ** -0.5) < 1e-3 for t in (d.proj_patch, d.proj_classes))
-    assert all(p.abs().max() == 0 for n, p in d.named_parameters() if n.endswith(".bias"))
-    assert all((p == 1).all() for n, p in d.named_parameters() if "norm" in n
-               and n.endswith(".weight"))
-
-
 def test_positions_follow_the_shape_of_the_grid():
     m, x, seen = small(), torch.rand(1, 3, 16, 64), []                      # 2 x 8, not 4 x 4
     m.encoder.patch_embed.register_forward_hook(lambda module, inputs, output: 0 * output)
@@ -142,8 +85,6 @@ def test_positions_follow_the_shape_of_the_grid():
     pos = resize_pos_embed(m.encoder.pos_embed, (2, 8), "bilinear")
     assert torch.equal(seen[0][:, 1:], pos[:, 1:])
 
-
-# --- inference ------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def one_window_at_a_time(model, image, size, window, stride, scales, flip):
@@ -203,8 +144,6 @@ def test_evaluation_uses_index_and_change_and_keeps_mode():
     assert parts[0] == scores(expected[0] + expected[2] + expected[4]) | dict(images=5)
     assert parts[1] == row | dict(images=5)
 
-
-# --- errors ---------------------------------------------------------------------------------------
 
 def test_wrong_settings_and_windows_are_errors():
     for bad in (dict(decoder_attn="both"), dict(num_classes=256), dict(image_size=36)):

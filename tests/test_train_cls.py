@@ -1,6 +1,5 @@
 """Test train_cls.py alone; test_train.py tests the behaviour of all trainers."""
 
-import math
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -86,8 +85,6 @@ def test_adversarial_training_raises_the_first_loss():
         train(SMALL, "--max_steps 1 --drop_path 0.5 --erase 1 --mixup 1 --adv_eps", [eps],
               "--out_dir", [eps[0]])
     assert log("4")[1] > log("0")[1] + 0.01
-
-# --- a whole run ----------------------------------------------------------------------------------
 
 def order_of(f, n, step):
     """Return the image indices of a step, (batch_size,); copies of an image are moved apart."""

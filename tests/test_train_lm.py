@@ -28,8 +28,6 @@ def a_small_text(alone):
     make_text()
 
 
-# --- a run and its files --------------------------------------------------------------------------
-
 def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
     """All flags except --max_steps have their defaults. Fewer pydoc documents save time."""
     text = "The function returns a list of words.\n\nIt takes  one argument, n.\n" * 9
@@ -95,8 +93,6 @@ def test_a_run_equals_a_plain_loop(monkeypatch):
                     (common.load("a")["optimizer"]["state"], optimizer.state))
     assert ours == pytest.approx(theirs, rel=1e-2)              # Adam's updates hide the clipping
 
-
-# --- samples of a checkpoint ----------------------------------------------------------------------
 
 def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
     train(SMALL, "--out_dir a --steps 20 --lr 1e-2")

@@ -33,8 +33,6 @@ def root(tmp_path_factory):
     return root
 
 
-# --- a run and its files --------------------------------------------------------------------------
-
 def test_the_checkpoint_alone_reproduces_the_mean_iou(capsys, monkeypatch):
     views, scales = train_seg.TrainingViews, []
     monkeypatch.setattr(train_seg, "TrainingViews",
@@ -109,8 +107,6 @@ def test_a_run_equals_a_plain_loop(root, monkeypatch):
             assert weights[name].norm() == pytest.approx(p.norm().item(), rel=1e-3), name
 
 
-# --- batches --------------------------------------------------------------------------------------
-
 def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     last = epoch_order(9, 0, seed=0)[4:8]                           # 2 batches of 4
@@ -127,8 +123,6 @@ def test_a_batch_without_a_labelled_pixel_counts_nothing(root, monkeypatch):
         zero, second = log("a", what).values()
         assert zero == 0 and second > 0
 
-
-# --- backbones ------------------------------------------------------------------------------------
 
 ADE = ("--data ade20k --num_classes 4 --model nano --patch_size 8 --num_workers 0 --max_steps 1 "
        "--data_dir")
