@@ -27,7 +27,6 @@ normalised images, whose pixels are divided by about 0.226, so eps = 1/255 chang
 class, so misclassified images are attacked, too.
 """
 
-import argparse
 import base64
 import copy
 import json
@@ -264,9 +263,8 @@ def load_data(args, models):
     elif args.data == "imagenet":
         data = ImageTree(args.data_dir, "val", names, first.size, subset=all_1000)
     else:
-        flags = argparse.Namespace(data=args.data, data_dir=args.data_dir, device=args.device)
         seen = {name for m in models for name in m.seen}  # photos of the training do not count
-        data = load_test(flags, trained=first.trained, size=first.size, classes=names, seen=seen)
+        data = load_test(args, trained=first.trained, size=first.size, classes=names, seen=seen)
     for m, count in zip(models, counts):
         path = m.about["checkpoint"]
         if count != len(data.classes) or m.classes and m.classes != list(data.classes):
