@@ -30,7 +30,6 @@ part: q (M, D), k (N, D), v (N, Dv). In the second part, any dimensions can come
 numbers are float64.
 """
 
-import argparse
 import math
 from fractions import Fraction
 from typing import NamedTuple
@@ -172,11 +171,8 @@ def coefficients(axes, d):
 
 
 def theoretical_values(axes, d):
-    """Return the values of Theorem 1, (..., N, d), for which attention is kernel PCA.
-
-    The mean of a_d, which Theorem 1 subtracts, is 0 up to rounding.
-    """
-    a = coefficients(axes, d)
+    """Return the values of Theorem 1, (..., N, d), for which attention is kernel PCA."""
+    a = coefficients(axes, d)                                   # the mean is 0 up to rounding
     return (axes.c / 2 - axes.log_g).exp()[..., None] * (a - a.mean(-2, keepdim=True))
 
 
@@ -193,21 +189,17 @@ def log_phi2(q, k):
     return q.square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
 
 
-def log_mean_exp(t):
-    return t.logsumexp(-1) - math.log(t.shape[-1])
-
-
 def projection_loss(log_phi2, h):
-    """Return J and its terms, which are means over tokens, (...) each, capped at e^700.
+    """Return J and its terms, means over tokens, (...) each, capped at e^700.
 
-    log_phi2: (..., M). h: (..., M, Dv). Returns a dict with
-        phi2, h2, J: means of |phi(q)|^2 and of |h|^2, and their difference
-        above: the share of tokens with |h|^2 > |phi(q)|^2
-        rel_phi, rel_h: |J| / phi2 and |J| / h2
+    log_phi2: (..., M). h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means of |phi(q)|^2 and
+    |h|^2 and their difference; above, the share of tokens with |h|^2 > |phi(q)|^2; rel_phi and
+    rel_h, |J| / phi2 and |J| / h2.
     """
     phi2, h2 = log_phi2.clamp(max=700).exp(), h.square().sum(-1)            # (..., M)
     m_phi, m_h = phi2.mean(-1), h2.mean(-1)
-    ratio = (m_h.log() - log_mean_exp(log_phi2)).clamp(-700, 700).exp()
+    log_mean = log_phi2.logsumexp(-1) - math.log(log_phi2.shape[-1])
+    ratio = (m_h.log() - log_mean).clamp(-700, 700).exp()
     return {"J": m_phi - m_h, "phi2": m_phi, "h2": m_h, "above": (h2 > phi2).double().mean(-1),
             "rel_phi": (1 - ratio).abs(), "rel_h": (1 - 1 / ratio).abs()}
 
@@ -216,8 +208,8 @@ def a_hat(v, log_g, scaled=False):
     """Recover a from values v = (a - mean(a)) / g, up to a factor, (..., N, Dv): section 2.2.2.
 
     An exact a exists only if sum_j g_j v_j = 0, because I - 1_N is singular. For other values, a is
-    the pseudo-inverse of I - 1_N times g v. This pseudo-inverse is I - 1_N itself. log_g: (..., N).
-    scaled: recover a from the values v = a / g of Scaled Attention instead.
+    g v times the pseudo-inverse of I - 1_N, which is I - 1_N itself. log_g: (..., N). scaled: the
+    values are v = a / g, those of Scaled Attention.
     """
     a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # g v
     return a if scaled else a - a.mean(-2, keepdim=True)
@@ -233,9 +225,8 @@ def basis(W):
 def ritz(axes, a):
     """Return the basis of a's column space in which G~ is diagonal, (..., N, Dv), largest first.
 
-    If eigenvectors of G~ span this space, the result is these eigenvectors. So eigen_cosine of the
-    result stays the same if values v are replaced by v R, with an invertible matrix R. Columns that
-    float64 cannot resolve are 0.
+    If eigenvectors of G~ span this space, the result is these eigenvectors, also after values v are
+    replaced by v R, with an invertible matrix R. Columns that float64 cannot resolve are 0.
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
@@ -243,10 +234,7 @@ def ritz(axes, a):
 
 
 def eigen_cosine(axes, a):
-    """Return the cosine between each column of a and G~ a, (..., Dv).
-
-    It is 1 only for eigenvectors, G~ a = lambda N a, and NaN for a = 0.
-    """
+    """Return the cosine between each column of a and G~ a, (..., Dv): 1 only for eigenvectors."""
     Ga, length = axes.G @ a, a.norm(dim=-2)
     return (a * Ga).sum(-2) / length.square() * length / Ga.norm(dim=-2)
 
@@ -257,8 +245,8 @@ def pcp(M, tol=1e-7, max_iter=1000):
     """Run principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
 
     M: (N, D). Returns (L, S), each (N, D) float64. Source: the ADMM of Candes et al. 2011, with
-    their lambd and mu; each step updates L before S. Line 4 of the paper's Algorithm 2 differs: its
-    threshold is mu, not 1/mu, and it has -Y/mu, not +Y/mu. Algorithm 2 as printed diverges.
+    their lambd and mu; each step updates L before S. Line 4 of the paper's Algorithm 2 has mu, not
+    1/mu, and -Y/mu, not +Y/mu; as printed, it diverges.
     """
     M = M.double()
     N, D = M.shape
@@ -283,12 +271,8 @@ def by_hand(text):
 
 
 def hand_example():
-    """Yield (name, numbers by hand, computed numbers) for four keys on the axes of a plane.
-
-    The keys are a(1,0), a(0,1), a(-1,0), a(0,-1). With a^2 = sqrt(2) ln 2, every kernel value is a
-    power of 2.
-    """
-    a = math.sqrt(math.sqrt(2) * math.log(2))
+    """Yield (name, numbers by hand, computed numbers) for four keys on the axes of a plane."""
+    a = math.sqrt(math.sqrt(2) * math.log(2))                   # kernel values are powers of 2
     k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
     q = a * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
     axes, E, G = kernel_pca(k), kernel(k, k), centre(log_gram(k).exp())
@@ -320,16 +304,11 @@ def hand_example():
 
 
 def difference(h, other):
-    """Return, as text, the largest difference between |h| and |other|, divided by the largest |h|.
-
-    Signs are ignored, because the sign of an axis is arbitrary.
-    """
+    """Return the largest difference as text, divided by the largest |h|; an axis has any sign."""
     return f"{((h.abs() - other.abs()).abs().max() / h.abs().max()).item():.1e}"
 
 
 def main():
-    argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
     print(f"  {'':42s}{'by hand':29s}computed")
     for what, text, computed in hand_example():

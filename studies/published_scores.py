@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import common
-from kpca import a_hat, attend, centre, log_g, log_mean_exp
+from kpca import a_hat, attend, centre, log_g
 from studies.kernel_pca import run_experiments, standardise, turned
 from studies.probe import parse_flags
 from studies.stats import scipy_stats
@@ -43,7 +43,8 @@ def official_loss(q, k, v, with_h=True):
     first = (q * k[..., :1, :]).sum(-1)                         # q_i.k_1 without 1/sqrt(D)
     log_A = first / math.sqrt(q.shape[-1]) - log_g(q, k)
     log_g2 = 2 * first - 2 * log_A
-    log_mean = log_mean_exp((q.square().sum(-1) - log_g2).flatten(-3))
+    log_phi2 = (q.square().sum(-1) - log_g2).flatten(-3)
+    log_mean = log_phi2.logsumexp(-1) - math.log(log_phi2.shape[-1])
     if not with_h:
         return log_mean
     h2 = attend(q, k, v).square().sum(-1).flatten(-3).mean(-1)
