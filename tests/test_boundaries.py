@@ -20,3 +20,4 @@ def test_folders_import_only_what_they_may():
         assert not imports(path) & (models | {"robust", "studies"}), path
     for path in ROOT.glob("*.py"):
         assert "studies" not in imports(path), path
+    assert imports(ROOT / "attention.py") == {"math", "contextlib", "torch"}

@@ -63,14 +63,6 @@ def reads_the_future(model, tokens):
     return not torch.allclose(a[:, :half], b[:, :half], atol=1e-6)
 
 
-# --- attention.py itself --------------------------------------------------------------------------
-
-def test_attention_py_imports_pytorch_alone():
-    text = (ROOT / "attention.py").read_text()
-    imported = re.findall(r"^ *(?:import|from) (\w+)", text, re.M)
-    assert set(imported) == {"math", "contextlib", "torch"}
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padding", [slice(0, 3), slice(4, None)], ids=["left", "right"])
 def test_padding_changes_no_other_token(causal, padding):
