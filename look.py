@@ -7,10 +7,9 @@
 
 For a ViT and one image, look.py prints the likeliest classes and draws look.png. In a rendered
 scene, look.py first replaces six patches by noise, because S, the sparse part of the keys, should
-mark corrupted patches. The upper row of the picture shows where the class token attends in each
-layer, as a mean over heads. The percentage is the share of the attention that goes to the patches;
-the rest stays on the class token itself. Each layer with RPC-Attention has another row, with the
-size of S per patch after each step. Layers are counted from 0.
+mark corrupted patches. The upper row shows where the class token attends in each layer, as a mean
+over heads; the percentage is the share that goes to the patches, not to the class token itself.
+Each layer with RPC-Attention has another row: the size of S per patch after each step.
 
 For a ViT and a folder of images, look.py writes a table: file, likeliest class, probability, and
 whether your training used the image. For a Segmenter and one image, look.py draws the classes.
@@ -42,22 +41,17 @@ MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [1
 
 
 def get_args():
-    """Parse the flags."""
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
                    "train_cls.py or train_seg.py, a file or a folder (default: %(default)s)")
-    p.add_argument("--image", help="look at this image, or at a folder of images (default: a "
-                   "rendered scene)")
-    p.add_argument("--scene", type=int, default=35,
-                   help="render the test scene with this number (default: %(default)s)")
+    p.add_argument("--image", help="look at this image or folder (default: a rendered scene)")
+    p.add_argument("--scene", type=int, default=35, help="render this test scene (default: 35)")
     p.add_argument("--noise", type=int, help="replace this many patches by noise (default: 6 in a "
                    "rendered scene, 0 in your image)")
     p.add_argument("--out", help="write to this file (default: look.png, for a folder look.csv)")
     return p.parse_args()
 
-
-# --- drawing --------------------------------------------------------------------------------------
 
 def to_picture(image):
     """Convert an image (3, h, w), float in [0, 1], to a Pillow image."""
@@ -94,13 +88,11 @@ def draw_sheet(rows, notes, hit):
     return page
 
 
-# --- a classifier and one image -------------------------------------------------------------------
-
 def class_attention(attn, x, steps):
     """Return the attention of the class token to each patch, mean over heads: (N - 1,).
 
-    x: the input of attn, (1, N, C). steps: attn.trace(x), of which the last step counts. Without
-    PAP, this is the softmax of queries and keys, even if attn computes something else.
+    x: the input of attn, (1, N, C). steps: attn.trace(x). Without PAP, this is the softmax of
+    queries and keys, even if attn computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
@@ -117,10 +109,7 @@ def likeliest(model, images, classes, n):
 
 
 def look_at_classifier(model, classes, image, noise, crop):
-    """Print the likeliest classes and the size of S; return a picture of attention and S.
-
-    image: (3, h, w) uint8. noise: the number of patches that become noise.
-    """
+    """Print the likeliest classes and the size of S; return a picture of attention and S."""
     size, patch = model.config.image_size, model.config.patch_size
     clean = central_square(image, size, crop)[None] / 255                      # (1, 3, S, S)
     images, hit = corrupt_patches(clean, "noise", patch, n=noise)
@@ -164,8 +153,6 @@ def look_at_classifier(model, classes, image, noise, crop):
     return draw_sheet(rows, notes, hit)
 
 
-# --- a Segmenter and one image --------------------------------------------------------------------
-
 def look_at_segmenter(model, classes, image):
     """Print the share of each class in the image (3, h, w) uint8; return a picture of them."""
     size = model.config.image_size
@@ -192,12 +179,10 @@ def look_at_segmenter(model, classes, image):
     return page
 
 
-# --- a classifier and a folder --------------------------------------------------------------------
-
 def classify_folder(model, classes, folder, crop, seen):
     """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
 
-    seen: `marks` of the images that the training used. With them, a row ends with "yes" or "no".
+    seen: `marks` of the images that the training used; with them, a row ends with "yes" or "no".
     """
     rows = []
     for path in walk_images(folder):

@@ -2,33 +2,29 @@
 
     python plot.py out/a out/b      # writes out/a/curves.png and, if evaluated, out/a/budgets.png
 
-A folder contains a run of train_cls.py, train_seg.py or train_lm.py (log.jsonl), an evaluation of
-eval_robust.py (results.jsonl), or a run and, in its subfolder robust/, the run's evaluation.
-plot.py needs matplotlib.
+A folder contains a run of a trainer (log.jsonl), an evaluation of eval_robust.py (results.jsonl),
+or a run and, in its subfolder robust/, the run's evaluation. plot.py needs matplotlib.
 """
 
 import argparse
 from pathlib import Path
 
-import matplotlib
-matplotlib.use("Agg")                                           # no screen is needed
-import matplotlib.pyplot as plt
-
-import common
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 from eval_robust import MODEL, measure_text, row_key
+from matplotlib.figure import Figure
 
 
 def training_curves(rows):
     """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
     curves = {}
     for row in rows:
-        found = {("loss", "training"): row["loss"]} if "loss" in row else {}
-        found |= {(name, "evaluation"): value for name, value in row.get("eval", {}).items()
-                  if isinstance(value, float)}
-        found |= {("share of nonzero S", f"layer {layer}, PAP step {i}"): share
+        found = [("loss", "training", row["loss"])] if "loss" in row else []
+        found += [(name, "evaluation", value) for name, value in row.get("eval", {}).items()
+                  if isinstance(value, float)]
+        found += [("share of nonzero S", f"layer {layer}, PAP step {i}", share)
                   for layer, shares in row.get("nonzero_S", {}).items()
-                  for i, share in enumerate(shares, 1)}
-        for (panel, name), value in found.items():
+                  for i, share in enumerate(shares, 1)]
+        for panel, name, value in found:
             curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
     return curves
 
@@ -36,8 +32,7 @@ def training_curves(rows):
 def budget_curves(rows):
     """Convert the rows of results.jsonl to {attack: {key: (label, [(eps in 1/255, top-1 in %)])}}.
 
-    The rows of a curve differ in eps only: `key` contains everything else. A curve begins with the
-    clean accuracy, at eps = 0, if the rows contain it.
+    The rows of a curve differ in eps only. A curve begins with the clean accuracy, at eps = 0.
     """
     same = (*MODEL, "data", "fingerprint", "seed")
     clean = {row_key(row, same): [(0, row["top1"])] for row in rows if row["name"] == "clean"}
@@ -58,8 +53,8 @@ def budget_curves(rows):
 def draw_panels(panels, path, xlabel):
     """Draw {panel title: [(label, [(x, y)])]} and write the figure to path."""
     n = len(panels)
-    figure, axes = plt.subplots(n, squeeze=False, figsize=(6, 4.2 * n), layout="constrained")
-    for ax, (title, lines) in zip(axes.flat, panels.items()):
+    figure = Figure(figsize=(6, 4.2 * n), layout="constrained")
+    for ax, (title, lines) in zip(figure.subplots(n, squeeze=False).flat, panels.items()):
         for label, points in lines:
             ax.plot(*zip(*points), ".-", label=label)
         ax.set(title=title, xlabel=xlabel)
