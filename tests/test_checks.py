@@ -107,27 +107,10 @@ def test_other_gradients_come_from_own_attention(monkeypatch):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         vit = ViT(ViTConfig(32, 16, 10, 16, 1, 2, attn="rpc")).eval().requires_grad_(False)
-    asked, x = {}, torch.rand(9, 3, 32, 32)
-    correct = dict(zip(checks.BUDGETS, (9, 8, 7, 5, 3, 1, 0)))      # 5 of 9 is nearest to half
-    monkeypatch.setattr(checks, "pgd", lambda model, x, y, eps: eps)
-    monkeypatch.setattr(checks, "is_right", lambda model, eps, y: torch.arange(9) < correct[eps])
-    for check in ("gradients", "sweep_to_zero"):
+    x, asked = torch.rand(4, 3, 32, 32), {}
+    for check in ("gradients", "sweep_to_zero", "steps_and_restarts"):
         monkeypatch.setattr(checks, check, lambda *_: ({}, ""))
-    monkeypatch.setattr(checks, "steps_and_restarts", lambda model, x, y, eps:
-                        asked.update(eps=eps) or ({}, ""))
     monkeypatch.setattr(checks, "rivals", lambda model, x, y, eps, others:
                         asked.update(others) or ({}, ""))
-    checks.run_checks(vit, x, torch.arange(9))
-    assert asked["eps"] == 2 / 255
-    assert set(asked) == {"eps", "noise", "SPSA", "Square", "adaptive APGD"}
-
-
-def test_checks_run_with_two_classes(linear):
-    """APGD-T needs four classes and is left out."""
-    inner, x, _ = linear
-
-    def model(x):
-        return inner(x)[:, :2]
-
-    _, evidence = checks.rivals(model, x, model(x).argmax(1), 8 / 255, {})
-    assert "2 attacks along the gradient" in evidence
+    checks.run_checks(vit, x, vit(x).argmax(1))
+    assert set(asked) == {"noise", "SPSA", "Square", "adaptive APGD"}

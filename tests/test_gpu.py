@@ -82,11 +82,7 @@ CASES = [(attn, form, causal) for attn in KINDS
 
 @pytest.mark.parametrize("attn,form,causal", CASES)
 def test_attention_equals_float64_within_rounding(attn, form, causal, device, note):
-    """PAP shrinks a third of the keys' entries; its gradient jumps if one crosses the threshold.
-
-    In bf16, rounding moves 0.2 % of the entries across, which changes the gradient by 10 %. In
-    float32, one entry changes it by 2 %.
-    """
+    """PAP's gradient jumps if an entry crosses the threshold: in bf16, rounding moves 0.2 %."""
     torch.manual_seed(0)
     pap = dict(form=form, lambd=0.5 if form == "released" else 0.3)
     layer = SelfAttention(192, 3, attn, pap=pap if form else None, causal=causal, num_tokens=65)
@@ -114,7 +110,7 @@ def test_attention_equals_float64_within_rounding(attn, form, causal, device, no
 
 
 def written_out(k, v, n_iter=4, lambd=4.0):
-    """Compute Algorithm 1 like the released code: each step keeps a matrix (B, H, N, N)."""
+    """Compute Algorithm 1 like the released code, which keeps a matrix (B, H, N, N) per step."""
     H, N, D = k.shape[1:]
     mu = N * H * D / (4 * k.abs().sum((-2, -1), keepdim=True))
     L = Y = torch.zeros_like(k)
@@ -184,7 +180,6 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def plain(runs, monkeypatch):
-    """Change to the folder of `runs`; return the losses."""
     monkeypatch.chdir(runs[0])
     return runs[1]
 

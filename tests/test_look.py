@@ -80,7 +80,6 @@ def test_your_own_image_gets_no_noise_unless_asked(run, classifier, tmp_path):
 
 
 def test_drawn_attention_equals_the_layer():
-    """The drawn attention is the mean over heads of the layer's attention, for every kind."""
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
     for kind in ("softmax", "symmetric", "rpc", "rpc_asym"):
