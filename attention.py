@@ -88,12 +88,12 @@ def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
 # --- RPC-Attention: Principal Attention Pursuit (PAP) splits the keys, K = L + S ------------------
 
 def naive_rpc(k, v):
-    """Compute RPC-Attention as Algorithm 1 does, in the form of the released code: (B, H, N, D).
+    """Compute Algorithm 1 as the released code does: (B, H, N, D).
 
     This function is for reading only. `rpc_attention` without options returns the same numbers.
     """
     B, H, N, D = k.shape
-    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # mu of Def. 1, C = H * D
+    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # H / (4 mean|k|), Def. 1
     L = S = Y = torch.zeros_like(k)                                     # line 1
     for _ in range(4):                                                  # line 2
         x = k - L + Y / mu
