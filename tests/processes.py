@@ -26,27 +26,25 @@ def child(main, flags, env, out, err):
     common.run(main)
 
 
-class Started:
-    """Start main() with these flags; `env` is added to its environment."""
+def start(main, flags, **env):
+    """Start main() with these flags; `env` is added to its environment. Returns the process."""
+    # A fork has all imports already, but it cannot use a GPU.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    folder = tempfile.TemporaryDirectory()
+    files = [Path(folder.name, name) for name in ("out", "err")]
+    process = context.Process(target=child, args=(main, flags, env, *files))
+    process.start()
+    process.folder, process.files = folder, files
+    return process
 
-    def __init__(self, main, flags, **env):
-        # A fork has all imports already, but it cannot use a GPU.
-        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-        self.folder = tempfile.TemporaryDirectory()
-        self.files = [Path(self.folder.name, name) for name in ("out", "err")]
-        self.process = context.Process(target=child, args=(main, flags, env, *self.files))
-        self.process.start()
 
-    def poll(self):
-        return self.process.exitcode
-
-    def communicate(self, timeout=300):
-        """Return (stdout, stderr) after the end; kill the process if it takes too long."""
-        self.process.join(timeout)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        return [file.read_text() for file in self.files]
+def finish(process, timeout=300):
+    """Return (exit code, stdout, stderr) after the end; kill the process if it takes too long."""
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode, *(file.read_text() for file in process.files)
 
 
 ROOT = Path(__file__).parent.parent
@@ -69,17 +67,7 @@ def run_in(tree, words):
 
 def run_command(tree, words):
     """Run "python WORDS" in a copy of the repository. Returns (exit code, stdout, stderr)."""
-    process = Started(partial(run_in, tree, words), [])
-    out, err = process.communicate()
-    return process.poll(), out, err
-
-
-def finish(process):
-    """Return the stdout of a process; fail if it did not end with exit code 0."""
-    out, err = process.communicate()
-    wrong = "\n".join(line for line in err.splitlines() if "rror" in line)
-    assert process.poll() == 0, wrong[-3000:]
-    return out
+    return finish(start(partial(run_in, tree, words), []))
 
 
 def group(main, flags, world=2, **env):
@@ -90,6 +78,8 @@ def group(main, flags, world=2, **env):
     with socket.create_server(("localhost", 0)) as s:
         port = str(s.getsockname()[1])
     shared = dict(WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
-    processes = [Started(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
+    processes = [start(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
                  for i in range(world)]
-    return [finish(process) for process in processes]
+    codes, printed, errors = zip(*map(finish, processes))
+    assert not any(codes), errors
+    return printed

@@ -75,15 +75,15 @@ def assert_same_run(a, b, name="last.pt"):
 
 # --- data to train on -----------------------------------------------------------------------------
 
-def make_tree(root="tree", classes=7, train=5, val=3, sides=(20, 40), suffix="png"):
+def make_tree():
     """Write noise images in ImageNet's layout."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", val)):
-        for k in range(classes):
-            Path(root, split, f"n{k}").mkdir(parents=True)
+    for split, count in (("train", 12), ("val", 3)):
+        for k in range(3):
+            Path("tree", split, f"n{k}").mkdir(parents=True)
             for i in range(count):
-                pixels = rng.integers(0, 256, (*rng.integers(*sides, 2), 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(Path(root, split, f"n{k}", f"{i}.{suffix}"))
+                pixels = rng.integers(0, 256, (*rng.integers(20, 40, 2), 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(Path("tree", split, f"n{k}", f"{i}.png"))
 
 
 def make_pairs(root="pairs"):

@@ -60,7 +60,7 @@ def resume(name, *parts):
 
 @each
 def test_resumed_run_is_bit_identical(name):
-    make_tree(classes=3, train=12)
+    make_tree()
     run = flags(RANDOM[name], "--clip 0.1")
     train(name, run, "--max_steps 4 --out_dir whole")
     train(name, run, "--max_steps 2 --out_dir parts")

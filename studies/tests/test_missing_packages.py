@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from fixtures import ROOT
-from processes import Started, run_in
+from processes import finish, run_in, start
 
 
 def run_without_packages(words):
@@ -19,6 +19,6 @@ def run_without_packages(words):
 
 @pytest.mark.parametrize("command", ["-m studies.claims", "-m studies.plot"])
 def test_missing_package_gives_one_line(command):
-    process = Started(partial(run_without_packages, command.split()), [])
-    line, = process.communicate()[1].splitlines()
-    assert process.poll() == 1 and line.startswith("error: ") and "pip install" in line
+    code, _, err = finish(start(partial(run_without_packages, command.split()), []))
+    line, = err.splitlines()
+    assert code == 1 and line.startswith("error: ") and "pip install" in line
