@@ -267,19 +267,20 @@ def load(path):
         raise InputError(f"{path} cannot be loaded: {repr(e):.200}") from None
 
 
-def check_unchanged(checkpoint, now):
-    """Raise InputError if the checkpoint of --resume has other values than `now`, a dict."""
+def resume(checkpoint, now, model, optimizer):
+    """Load the checkpoint of --resume. InputError if it has other values than `now`, a dict.
+
+    The optimiser keeps its own settings, such as weight decay.
+    """
     was = {**checkpoint, **checkpoint["args"], **checkpoint["model_config"]}
     for name, value in now.items():
         if was.get(name) != value:
             raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
                              f"{value!r:.60}; resume with the same data and settings")
-
-
-def load_optimizer(optimizer, state):
-    """Load a stored state into an optimiser, which keeps its own settings, such as weight decay."""
-    groups = [{**now, "params": was["params"]}
-              for now, was in zip(optimizer.param_groups, state["param_groups"], strict=True)]
+    model.load_state_dict(checkpoint["model"])
+    state = checkpoint["optimizer"]
+    groups = [{**own, "params": stored["params"]}
+              for own, stored in zip(optimizer.param_groups, state["param_groups"], strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
 
 

@@ -19,8 +19,7 @@ Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small stan
 
 Report the results of best.pt, the checkpoint with the lowest valid perplexity.
 
-Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step,
-place in the batch). docs/data.md describes GPUs and several processes.
+A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several processes.
 """
 
 import math
@@ -217,21 +216,12 @@ def evaluate_only(args, rank, world, device):
     common.print0(common.table(found, ["text", "tokens", *numbers]))
 
 
-def prompt_ids(prompt, vocab):
-    """Return the ids of <eos> and of the prompt's words, (1, n) int64."""
-    words = [EOS, *prompt.replace("\n", f" {EOS} ").split()]
-    unknown = [word for word in words if word not in vocab]
-    if unknown:
-        raise InputError(f"--prompt contains words that are not in the vocabulary: "
-                         f"{', '.join(unknown)}")
-    return torch.tensor([[vocab[word] for word in words]])
-
-
 def sample(model, vocab, args, device):
     """Return --prompt and the next --words words as prose. The same seed gives the same text."""
     generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = prompt_ids(args.prompt, vocab).to(device)
-    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]     # no first <eos>
+    prompt = vocab.encode_lines(["", *args.prompt.split("\n")])[:-1].astype("int64")
+    prompt = torch.from_numpy(prompt)[None].to(device)              # begins with <eos>
+    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
     model.train()
 
     # Turn tokens into prose: "in @-@ word" becomes in-word, and "1 @,@ 000" becomes 1,000.
@@ -257,8 +247,8 @@ def learning_rate(step, args):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
-    # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    # torchrun starts `world` processes, one per GPU. Each trains on its part of every batch; only
+    # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     if args.sample:
         checkpoint = common.load(args.sample)
@@ -271,10 +261,9 @@ def main():
     if args.eval_only:
         return evaluate_only(args, rank, world, device)
 
-    # Data. Look up --prompt now: an unknown word is an error before the training begins.
+    # Data.
     corpus = load_text(args)
     vocab = corpus.vocab
-    prompt_ids(args.prompt, vocab)
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
 
     # Model. The flags describe the model, also with --resume.
@@ -302,16 +291,13 @@ def main():
                 seen=seen_lines(args.data_dir),
                 fingerprint=zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes()))
     if checkpoint:
-        common.check_unchanged(checkpoint, {**data, **asdict(config),
-                                            "batch_size": args.batch_size})
-        model.load_state_dict(checkpoint["model"])
-        common.load_optimizer(optimizer, checkpoint["optimizer"])
+        now = {**data, **asdict(config), "batch_size": args.batch_size}
+        common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
-    # a CUDA graph, so the CPU does not launch each kernel.
+    # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
+    # `model`, which has the same weights, is evaluated and saved.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     if compiling and model.adaptive:               # the adaptive softmax has data-dependent shapes
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)

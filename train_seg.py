@@ -19,8 +19,7 @@ epochs of ADE20K. Differences from that code:
 - The result is the network after the last epoch. For your own images, a tenth of the images
   chooses the best network, best.pt.
 
-Resumed runs are bit-identical on a CPU, because every random number is a function of (seed, step or
-sample). docs/data.md describes GPUs and several processes.
+A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several processes.
 """
 
 import math
@@ -219,8 +218,8 @@ def evaluate_only(args, rank, world, device):
 def main():
     args, checkpoint = get_args()
 
-    # Processes. torchrun starts `world` processes, one per GPU. Each process trains on its part of
-    # every batch; only rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
+    # torchrun starts `world` processes, one per GPU. Each trains on its part of every batch; only
+    # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
@@ -278,16 +277,13 @@ def main():
     # change. Random numbers have no state: they depend on seed, step and sample only.
     data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
     if checkpoint:
-        common.check_unchanged(checkpoint, {**data, **asdict(config),
-                                            "batch_size": args.batch_size})
-        model.load_state_dict(checkpoint["model"])
-        common.load_optimizer(optimizer, checkpoint["optimizer"])
+        now = {**data, **asdict(config), "batch_size": args.batch_size}
+        common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
 
-    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. "reduce-overhead" records the kernels of a step as
-    # a CUDA graph, so the CPU does not launch each kernel.
+    # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
+    # `model`, which has the same weights, is evaluated and saved.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)

@@ -109,5 +109,4 @@ def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
     texts = [said("--sample a/best.pt --words 12", prompt, extra) for extra in ("", "", "--seed 1")]
     assert all(text.startswith("the cat of") for text in texts)
     assert texts[0] == texts[1] != texts[2]
-    assert "meows" in bad("--sample a --prompt", ["the cat meows"])
     assert sorted(Path("a").iterdir()) == files
