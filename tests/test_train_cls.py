@@ -86,6 +86,12 @@ def test_adversarial_training_raises_the_first_loss():
               "--out_dir", [eps[0]])
     assert log("4")[1] > log("0")[1] + 0.01
 
+
+def test_an_image_is_never_mixed_with_its_copy():
+    for flags in ("--batch_size 1 --cutmix 1", "--batch_size 3 --mixup 1 --repeats 3"):
+        assert "with itself or with a copy" in bad(SMALL, flags)
+
+
 def order_of(f, n, step):
     """Return the image indices of a step, (batch_size,); copies of an image are moved apart."""
     epoch, i = divmod(step, n // f.batch_size)
