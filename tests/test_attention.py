@@ -53,8 +53,6 @@ def nonzero(trace):
                         dtype=torch.float64)
 
 
-# --- reference arrays -----------------------------------------------------------------------------
-
 def test_modules_and_gradients_equal_the_released_code(golden):
     a = golden("attention_a")
     for key in [k for k in a if k.endswith("_y64")]:
@@ -102,8 +100,6 @@ def test_every_variant_of_algorithm_1_equals_its_reference(golden):
         assert close(softmax_attention(q, k, v, causal=causal), a["asym" + end])
 
 
-# --- the equations --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("form", FORMS)
 def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
@@ -142,8 +138,6 @@ def test_infinite_lambda_and_zero_keys_give_finite_gradients():
         y.sum().backward()
         assert y.isfinite().all() and k.grad.isfinite().all()
 
-
-# --- every kind -----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "scaled_s"])
 def test_causal_outputs_do_not_depend_on_later_tokens(kind):
@@ -239,8 +233,6 @@ def test_compiled_rpc_is_one_graph_with_equal_outputs():
         assert close(compiled(x), m(x), atol=1e-12)
     assert close(compiled(x), m(x), atol=1e-12)
 
-
-# --- errors ---------------------------------------------------------------------------------------
 
 def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
     monkeypatch.setitem(ATTENTIONS, "mine", (True, lambda q, k, v, layer: v[:, :, :1]))

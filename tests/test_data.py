@@ -43,8 +43,6 @@ def tree_dir(tmp_path):
     return tmp_path
 
 
-# --- shapes ---------------------------------------------------------------------------------------
-
 def test_scenes_do_not_depend_on_their_batch():
     index = torch.arange(40)
     images, labels, masks = render_scenes(index, 32, seed=3)
@@ -101,8 +99,6 @@ def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
     assert fingerprint(ImageTree(tree_dir, "val")) != before
 
 
-# --- CIFAR-10 -------------------------------------------------------------------------------------
-
 def test_cifar_folders_are_loaded(tmp_path):
     flags, pictures = dict(data="cifar10", data_dir=tmp_path, download=False), {}
     for i, path in enumerate(("train/cat", "train/dog", "val/cat", "val/dog")):
@@ -114,8 +110,6 @@ def test_cifar_folders_are_loaded(tmp_path):
         expected = torch.stack([tensor(pictures[f"{part}/{name}"]) for name in ("cat", "dog")])
         assert torch.equal(loaded.images, expected) and loaded.labels.tolist() == [0, 1]
 
-
-# --- ImageNet's layout ----------------------------------------------------------------------------
 
 def pil_eval_crop(image, size):
     """Resize the short side and crop the centre with PIL."""

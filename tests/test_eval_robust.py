@@ -5,6 +5,7 @@ import io
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from fixtures import ROOT
 from golden_net import trained_network
 from processes import group
 from robust import attacks, corruptions, evaluate, metrics
-from runs import call, refused
+from runs import call, flags, refused
 from vit import ViT, ViTConfig
 
 # Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in ImageNet-C's order
@@ -75,22 +76,28 @@ def test_evaluate_rejects_wrong_labels_and_train_mode():
 
 # --- rows ----------------------------------------------------------------------------------------
 
-def make_checkpoint(path, attn="rpc", **flags):
+@pytest.fixture(autouse=True)
+def an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def make_checkpoint(path="m.pt", attn="rpc", **flags):
     """Save a shipped network as if it was trained on few scenes: then few scenes test it."""
     checkpoint = common.load(ROOT / f"weights/shapes_{attn}.pt")
-    common.save(path, checkpoint | dict(args=checkpoint["args"] | dict(num_images=400) | flags))
+    args = checkpoint["args"] | dict(num_images=400) | flags
+    common.save(Path(path), checkpoint | dict(args=args))
 
 
-def run(*flags):
+def run(*parts):
     """Run the script in this process; return what it prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        call(eval_robust.main, "--device cpu --num_workers 0", flags)
+        call(eval_robust.main, "--device cpu --num_workers 0", *parts)
     return out.getvalue()
 
 
-def read(folder):
+def read(folder="r"):
     """Return the rows of a folder, in the order of writing."""
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path(folder, "results.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -100,8 +107,8 @@ def few_scenes(monkeypatch):
                         lambda args, size, **_: load_shapes("test", 80, size))
 
 
-QUICK = ("--measures", "clean", "noise", "pgd", "apgd", "corruptions", "--steps", 5, "--limit", 7,
-         "--eps", "2/255", "--severities", 4)
+QUICK = ("--measures clean noise pgd apgd corruptions --steps 5 --limit 7 --eps 2/255 --severities "
+         "4 --out_dir")
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +117,8 @@ def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "b.pt", attn="softmax")
-    models = "--ckpt", folder / "a.pt", folder / "b.pt"
-    return folder, models, run(*models, *QUICK, "--out_dir", folder / "one")
+    models = ["--ckpt", folder / "a.pt", folder / "b.pt"]
+    return folder, models, run(models, QUICK, [folder / "one"])
 
 
 def test_table_has_every_row_once(first_run):
@@ -143,155 +150,132 @@ def test_rows_equal_a_plain_loop(first_run):
 
 def test_two_processes_count_every_image_once(first_run):
     folder, models, _ = first_run
-    flags = ["fog" if flag == "corruptions" else flag for flag in QUICK]
-    group(eval_robust.main, list(map(str, (*models, *flags, "--num_workers", 0, "--device", "cpu",
-                                           "--out_dir", folder / "two"))))
-    alone = {row_key(row): row for row in read(folder / "one")}
-    shared = read(folder / "two")
+    group(eval_robust.main, flags(models, "--num_workers 0 --device cpu",
+                                  QUICK.replace("corruptions", "fog"), "two"))
+    alone, shared = {row_key(row): row for row in read(folder / "one")}, read("two")
     assert len(shared) == 2 * 5
     assert all(alone[row_key(two)]["right"] == two["right"] for two in shared)
 
 
 def test_second_run_adds_missing_rows(first_run):
     folder, models, _ = first_run
-    lines = (folder / "one" / "results.jsonl").read_text().splitlines(keepends=True)
-    (folder / "cut").mkdir()
-    (folder / "cut" / "results.jsonl").write_text("".join(lines[:33]))
-    run(*models, *QUICK, "--out_dir", folder / "cut")
-    cut = folder / "cut" / "results.jsonl"
-    assert cut.read_text().startswith("".join(lines[:33]))               # kept, not computed again
-    assert [(row["name"], row["top1"], row["right"]) for row in read(folder / "cut")] == \
-        [(row["name"], row["top1"], row["right"]) for row in read(folder / "one")]
+    text, cut = (folder / "one/results.jsonl").read_text(), Path("r/results.jsonl")
+    cut.parent.mkdir()
+    kept = "".join(text.splitlines(keepends=True)[:33])
+    cut.write_text(kept)
+    run(models, QUICK, "r")
+    assert cut.read_text().startswith(kept)                             # not computed again
+    found, expected = ([(row["name"], row["top1"], row["right"]) for row in read(name)]
+                       for name in ("r", folder / "one"))
+    assert found == expected
 
 
-def test_other_test_images_are_another_row(tmp_path):
+CLEAN = "--measures clean --limit 5 --out_dir r"
+
+
+def test_other_test_images_are_another_row():
     for count in (400, 800):
-        make_checkpoint(tmp_path / "m.pt", num_images=count)
-        run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 5, "--out_dir",
-            tmp_path / "r")
-    first, second = read(tmp_path / "r")
+        make_checkpoint(num_images=count)
+        run("--ckpt m.pt", CLEAN)
+    first, second = read()
     assert first["weights"] == second["weights"]
 
 
-def test_rows_without_a_sparse_part_are_reused(tmp_path):
+def test_rows_without_a_sparse_part_are_reused():
     """lambda = inf is no number in JSON, but its row is found again."""
-    make_checkpoint(tmp_path / "m.pt")
-    checkpoint = common.load(tmp_path / "m.pt")
+    make_checkpoint()
+    checkpoint = common.load("m.pt")
     checkpoint["model_config"]["pap"]["lambd"] = float("inf")
-    common.save(tmp_path / "m.pt", checkpoint)
+    common.save(Path("m.pt"), checkpoint)
     for _ in range(2):
-        run("--ckpt", tmp_path / "m.pt", "--measures", "clean", "--limit", 5, "--out_dir",
-            tmp_path / "r")
-    row, = read(tmp_path / "r")
+        run("--ckpt m.pt", CLEAN)
+    row, = read()
     assert row["model_config"]["lambd"] == "inf"
 
 
-def test_an_edited_import_makes_another_row(few_scenes, tmp_path):
-    (tmp_path / "m.py").write_text(
+def test_an_edited_import_makes_another_row(few_scenes):
+    Path("m.py").write_text(
         "import runpy\nfrom pathlib import Path\ndef build():\n    return "
         "runpy.run_path(Path(__file__).with_name('net.py'))['net']\n")
     for last in ("ELU", "Tanh"):                          # neither has weights
-        (tmp_path / "net.py").write_text(
+        Path("net.py").write_text(
             "import torch\ntorch.manual_seed(0)\nnet = torch.nn.Sequential(torch.nn.Flatten(), "
             f"torch.nn.Linear(3072, 10), torch.nn.{last}())\n")
-        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--measures", "clean",
-            "--limit", 5, "--out_dir", tmp_path / "r")
-    assert len(read(tmp_path / "r")) == 2
+        run("--model m.py:build --data shapes", CLEAN)
+    assert len(read()) == 2
 
 
-def test_other_size_or_frost_is_another_row(few_scenes, tmp_path):
-    (tmp_path / "m.py").write_text(
+def test_other_size_or_frost_is_another_row(few_scenes):
+    Path("m.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), "
         "torch.nn.Flatten(), torch.nn.Linear(48, 10))\n")
     for kind in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
-        write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), str(tmp_path / kind))
-    for size, *flags in ((16,), (32,), (32, "--frost_dir", tmp_path)):
-        run("--model", f"{tmp_path / 'm.py'}:build", "--data", "shapes", "--image_size", size,
-            "--measures", "clean", "frost", "--limit", 5, "--severities", 5, "--out_dir",
-            tmp_path / "r", *flags)
-    assert [(row["name"], row["size"]) for row in read(tmp_path / "r")] == [
+        write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), kind)
+    for how in ("16", "32", "32 --frost_dir ."):
+        run("--model m.py:build --data shapes --severities 5", CLEAN, "--measures clean frost "
+            "--image_size", how)
+    assert [(row["name"], row["size"]) for row in read()] == [
         ("clean", 16), ("corruptions", 16), ("clean", 32), ("corruptions", 32), ("corruptions", 32)]
 
 
-def test_own_attack_and_corruption_are_one_entry(tmp_path, monkeypatch):
-    def push(model, images, labels, eps, *, seed=0, index=None, times=2.0, clip=True):
-        return images + times * eps
-
-    def tint(images, c, u):
-        noise = u(images[0].numel()).view_as(images)
-        return (images * (1 - c) + 255 * c * noise).byte()
-
-    monkeypatch.setitem(eval_robust.ATTACKS, "push", partial(push, times=0.5))
-    monkeypatch.setitem(corruptions.CORRUPTIONS, "tint", tint)
-    monkeypatch.setitem(corruptions.CONSTANTS, "tint", (0.0, 0.9, 0.9, 0.9, 0.9))
-    make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", tmp_path / "m.pt", "--limit", 12, "--severities", 1, 2, "--measures", "clean",
-        "push", "tint", "--eps", "4/255", "--out_dir", tmp_path / "r")
-    clean, pushed, tinted = read(tmp_path / "r")
-    assert pushed["settings"] == dict(times=0.5, eps=4 / 255)
-    assert pushed["max_linf"] == pytest.approx(2 / 255, abs=1e-6)
-    assert tinted["top1"][0] == clean["top1"] != tinted["top1"][1]
-
-
-def test_paper_preset_attacks_normalised_images(tmp_path, monkeypatch):
+def test_paper_preset_attacks_normalised_images(monkeypatch):
     """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
     monkeypatch.setitem(eval_robust.ATTACKS, "square", partial(eval_robust.square, queries=20))
-    make_checkpoint(tmp_path / "m.pt")
-    run("--ckpt", tmp_path / "m.pt", "--preset", "paper", "--measures", "fgsm", "pgd", "square",
-        "--limit", 4, "--eps", "6/255", "--steps", 2, "--out_dir", tmp_path / "r")
-    rows = {row["name"]: row for row in read(tmp_path / "r")}
+    make_checkpoint()
+    run("--ckpt m.pt --preset paper --measures fgsm pgd square --limit 4 --eps 6/255 --steps 2 "
+        "--out_dir r")
+    rows = {row["name"]: row for row in read()}
     for name in ("fgsm", "pgd"):
         assert rows[name]["settings"]["conditions"] == "paper"
         assert rows[name]["max_linf"] == pytest.approx(6 / 255 * 0.229, abs=1e-4)
     assert rows["square"]["max_linf"] > 0.1               # clipping to [0, 1] moves dark pixels
 
 
-def test_imagenet_folders_use_their_classes(tmp_path):
+def test_imagenet_folders_use_their_classes():
     """ImageNet-A counts the folder's classes only."""
     torch.manual_seed(0)
     net = ViT(ViTConfig(32, 16, 1000, 64, 1, 1, attn="softmax")).eval()
-    torch.save(net.state_dict(), tmp_path / "net.pt")
+    torch.save(net.state_dict(), "net.pt")
     names = [eval_robust.IMAGENET[i] for i in (3, 7, 500)]
     g = torch.Generator().manual_seed(1)
     for folder, few in (("val", names), ("a", names[:2]), ("o", names[1:])):
         for name in few:
-            (tmp_path / folder / name).mkdir(parents=True)
+            Path(folder, name).mkdir(parents=True)
             for i in range(4):
                 image = torch.randint(0, 256, (3, 40, 40), generator=g, dtype=torch.uint8)
-                write_png(image, str(tmp_path / folder / name / f"{i}.png"))
-    run("--ckpt", tmp_path / "net.pt", "--data_dir", tmp_path, "--imagenet_a", tmp_path / "a",
-        "--imagenet_o", tmp_path / "o", "--measures", "clean", "imagenet_a", "imagenet_o",
-        "--out_dir", tmp_path / "r")
-    clean, a, o = read(tmp_path / "r")
+                write_png(image, f"{folder}/{name}/{i}.png")
+    run("--ckpt net.pt --data_dir . --imagenet_a a --imagenet_o o --measures clean imagenet_a "
+        "imagenet_o --out_dir r")
+    clean, a, o = read()
     assert (clean["images"], a["images"], a["classes"], o["inside"]) == (12, 8, 2, 8)
-    (tmp_path / "o" / names[1] / "0.png").unlink()
-    for limit in (7, 8):                                  # both use 7 outliers; val/ has 8 images
-        run("--ckpt", tmp_path / "net.pt", "--data_dir", tmp_path, "--imagenet_o", tmp_path / "o",
-            "--measures", "imagenet_o", "--limit", limit, "--out_dir", tmp_path / "limits")
-    assert [row["inside"] for row in read(tmp_path / "limits")] == [7, 8]
-    tree = eval_robust.open_folder(tmp_path / "a", eval_robust.IMAGENET, 32)
+    Path("o", names[1], "0.png").unlink()
+    for limit in "78":                                    # both use 7 outliers; val/ has 8 images
+        run("--ckpt net.pt --data_dir . --imagenet_o o --measures imagenet_o --out_dir limits "
+            "--limit", limit)
+    assert [row["inside"] for row in read("limits")] == [7, 8]
+    tree = eval_robust.open_folder("a", eval_robust.IMAGENET, 32)
     logits = net(torch.stack([tree[i, i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
     right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
     assert a["top1"] == pytest.approx(100 * right.float().mean().item())
 
 
-def test_released_corruptions_match_the_test_images(tmp_path):
+def test_released_corruptions_match_the_test_images():
     """--corrupted_dir reads <type>/<severity>/<class>/*; other images are an error."""
-    make_checkpoint(tmp_path / "m.pt", data="folder")
+    make_checkpoint(data="folder")
     images, labels = load_shapes("test", 40)[:2]
     for root, change in (("photos", 0), ("c/fog/3", 100)):
         for i, (image, k) in enumerate(zip(images, labels)):
-            folder = tmp_path / root / sorted(SHAPES)[k]
+            folder = Path(root, sorted(SHAPES)[k])
             folder.mkdir(parents=True, exist_ok=True)
             write_png((image.int() + change).clamp(0, 255).byte(), str(folder / f"{i:03d}.png"))
-    common.save(tmp_path / "m.pt", common.load(tmp_path / "m.pt") | dict(classes=sorted(SHAPES)))
-    flags = ("--ckpt", tmp_path / "m.pt", "--data_dir", tmp_path / "photos", "--measures", "fog",
-             "--severities", 3, "--corrupted_dir", tmp_path / "c", "--out_dir", tmp_path / "r")
-    run(*flags)
-    first = read(tmp_path / "r")[0]
+    common.save(Path("m.pt"), common.load("m.pt") | dict(classes=sorted(SHAPES)))
+    how = ("--ckpt m.pt --data_dir photos --measures fog --severities 3 --corrupted_dir c --out_dir"
+           " r --device cpu --num_workers 0")
+    run(how)
+    first, = read()
     assert first["images"] == 40 and len(first["top1"]) == 1
-    next((tmp_path / "c/fog/3" / "star").iterdir()).unlink()
-    assert "other images" in refused(eval_robust, "--device cpu --num_workers 0", flags)
+    next(Path("c/fog/3/star").iterdir()).unlink()
+    assert "other images" in refused(eval_robust, how)
 
 
 def test_worst_case_is_taken_image_by_image():
@@ -326,15 +310,13 @@ def test_mean_of_corruptions_needs_all_types():
     assert not list(eval_robust.mean_rows([*rows, again]))
 
 
-def test_class_order_is_printed_and_classes_must_agree(few_scenes, tmp_path):
-    (tmp_path / "m.py").write_text(
+def test_class_order_is_printed_and_classes_must_agree(few_scenes):
+    Path("m.py").write_text(
         "import torch\ndef build(n=10):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
         "torch.nn.Linear(3072, n))\ndef seven():\n    return build(7)\ndef chances():\n    return "
         "torch.nn.Sequential(build(), torch.nn.Softmax(1))\n")
-    flags = ("--data", "shapes", "--measures", "clean", "--limit", 4, "--out_dir", tmp_path / "r")
-    model = f"{tmp_path / 'm.py'}:"
-    assert "taken in this order: 0 = " in run("--model", model + "build", *flags)
-    assert "has 7 classes" in refused(eval_robust, "--model", [model + "seven"], flags)
-    assert "probabilities" in refused(eval_robust, "--model", [model + "chances"], flags)
-    assert "expected clean" in refused(eval_robust, "--model", [model + "build"], flags,
-                                       "--measures typo")
+    model = f"--data shapes {CLEAN} --model m.py:"
+    assert "taken in this order: 0 = " in run(model + "build")
+    for name, words in (("seven", "has 7 classes"), ("chances", "probabilities"),
+                        ("build --measures typo", "expected clean")):
+        assert words in refused(eval_robust, model + name)

@@ -36,8 +36,6 @@ def folder(tmp_path, monkeypatch):
     return write(tmp_path / "text")
 
 
-# --- words and ids --------------------------------------------------------------------------------
-
 def test_words_are_sorted_by_count_then_appearance(folder):
     corpus = load_corpus(folder)
     # "the" occurs 3 times; "=" and "sat" occur twice, in this order
@@ -53,8 +51,6 @@ def test_a_vocabulary_without_unk_rejects_new_words(folder):
     with pytest.raises(InputError, match="'unseen'"):
         load_corpus(folder)
 
-
-# --- pydoc ----------------------------------------------------------------------------------------
 
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     """Use a part of the library, because parsing the whole library takes seconds."""
@@ -72,8 +68,6 @@ def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
         found = {name for name in topics if f" = {name} = " in lines_of(folder, split)}
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
-
-# --- your own text --------------------------------------------------------------------------------
 
 BOOK = "".join(f"The cat's {'old ' * (i % 3)}hat, number {i % 7},\n"
                f"was on   the mat\u2014{'x' * (i % 5 + 1)}.\n\n \n" for i in range(40))
@@ -129,8 +123,6 @@ def test_paragraphs_of_the_training_are_never_scored(folder):
     assert unseen == ["A new page .", "Page", "38 of the book ."]
 
 
-# --- training windows -----------------------------------------------------------------------------
-
 TEXT = np.arange(10_000, dtype="<u4")
 
 
@@ -156,8 +148,6 @@ def test_windows_reach_every_place_of_a_large_text():
     assert 0 <= starts.min() < 20_000 and 103_200_000 < starts.max() < 103_227_020
     assert len(starts.unique()) > 102_300                           # 102,400 minus repeats
 
-
-# --- sliding evaluation ---------------------------------------------------------------------------
 
 class Reads(torch.nn.Module):
     """A model that records its inputs. Its nats are the number of context tokens."""

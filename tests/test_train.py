@@ -56,8 +56,6 @@ def resume(name, *parts):
     call(SCRIPTS[name].main, "--resume", *parts)
 
 
-# --- stopping and resuming ------------------------------------------------------------------------
-
 @each
 def test_resumed_run_is_bit_identical(name):
     make_tree()
@@ -137,8 +135,6 @@ def test_a_loss_not_finite_keeps_the_last_state(name, monkeypatch):
     assert common.load("a/last.pt")["step"] == 3
 
 
-# --- what --resume keeps and rejects --------------------------------------------------------------
-
 @each
 def test_resume_rejects_other_runs_and_takes_flags(name):
     train(name, "--max_steps 2 --clip 0 --lr 1e-3 --out_dir a", "--amp" * (name == "lm"))
@@ -180,8 +176,6 @@ def test_amp_is_bf16_in_training(name):
         losses += log(f"a{amp}").values()
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
 
-
-# --- processes ------------------------------------------------------------------------------------
 
 def main_and_seed(name):
     """Run main() and print the seed of the last step's masks. Only rank 0 may write files."""
