@@ -241,40 +241,30 @@ def scores(confusion):
 
 
 @torch.no_grad()
-def predictions(model, source, index, *, change=None, amp=False, num_workers=0, **how):
-    """Yield (image (3, H, W), label (H, W), prediction (H, W)), uint8, of source[i] for i in index.
+def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0, rank=0, world=1,
+             progress=None, **how):
+    """Evaluate a Segmenter on a data set. Returns `scores` and `images`, the number of images.
 
-    how: keywords of predict_classes. Others: see evaluate.
+    source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
+    0, and 255 is ignored. index: numbers i of the images to use (default: all). change: a function
+    that corrupts an image before it is resized: change(images, [i]) takes image i of source,
+    (1, 3, H, W) uint8, and returns the same shape and type. amp: compute in bf16. num_workers:
+    decoding processes. rank, world: each process evaluates its share of the images, and returns the
+    scores on all images. progress: text of the progress bar. how: keywords of predict_classes.
     """
+    index = list(range(len(source)) if index is None else index)
+    mine, K, training = index[rank::world], model.config.num_classes, model.training
     device = next(model.parameters()).device
-    loader = DataLoader(source, sampler=index, batch_size=None, num_workers=num_workers)
-    for i, (image, label) in zip(index, loader):
+    matrix = torch.zeros(K, K, dtype=torch.int64, device=device)
+    loader = DataLoader(source, sampler=mine, batch_size=None, num_workers=num_workers)
+    model.eval()
+    for i, (image, label) in zip(mine, bar(loader, progress, total=len(mine), leave=False)):
         image = image.to(device)
         if change:
             image = change(image[None], [i])[0]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             classes = predict_classes(model, image, **how)
-        yield image, label.to(device), classes.byte()
-
-
-def evaluate(model, source, *, index=None, rank=0, world=1, progress=None, **how):
-    """Evaluate a Segmenter on a data set. Returns `scores` and `images`, the number of images.
-
-    source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
-    0, and 255 is ignored. index: numbers i of the images to use (default: all). rank, world: each
-    process evaluates its share of the images, and returns the scores on all images. progress: text
-    of the progress bar. how: size, window, stride, scales, flip of predict_classes, and
-        change: a function that corrupts an image before it is resized. change(images, [i]) takes
-            image i of source, (1, 3, H, W) uint8, and returns the same shape and type.
-        amp: compute in bf16. num_workers: decoding processes.
-    """
-    index = list(range(len(source)) if index is None else index)
-    K, training = model.config.num_classes, model.training
-    matrix = torch.zeros(K, K, dtype=torch.int64, device=next(model.parameters()).device)
-    mine = index[rank::world]
-    triples = predictions(model.eval(), source, mine, **how)
-    for _, label, prediction in bar(triples, progress, total=len(mine), leave=False):
-        matrix += confusion(prediction, label, K)
+        matrix += confusion(classes, label.to(device), K)
     model.train(training)
     if dist.is_initialized():
         dist.all_reduce(matrix)

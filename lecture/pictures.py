@@ -29,7 +29,7 @@ from robust.attacks import pgd
 from robust.corruptions import corrupt
 from robust.metrics import auroc
 from robust.patches import corrupt_patches
-from segmenter import evaluate, predictions, segmenter_from_checkpoint
+from segmenter import evaluate, predict_classes, segmenter_from_checkpoint
 from studies import arms, kernel_pca, leak, line, probe
 from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
@@ -790,10 +790,11 @@ def draw_dense():
     numbers = {}
     for name, change, first in (("clean", None, 0), ("under fog", fog, 3)):
         numbers[name] = evaluate(model, source, **how, change=change)["mean_iou"]
-        found = predictions(model, source, shown, change=change, **how)
-        for row, (image, truth, prediction) in zip(grid, found):
+        for row, i in zip(grid, shown):
+            image, truth = source[i]
+            image = change(image[None], [i])[0] if change else image
             show(row[first], image)
-            show(row[first + 1], painted[prediction.long()].permute(2, 0, 1))
+            show(row[first + 1], painted[predict_classes(model, image, **how)].permute(2, 0, 1))
             if change is None:
                 show(row[2], painted[truth.long()].permute(2, 0, 1))
     for ax, title in zip(grid[0], ("image", "prediction", "truth", "under fog", "prediction")):
