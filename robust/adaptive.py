@@ -73,7 +73,7 @@ def gradient_models(model, images):
 def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     """Run `pgd` along the true gradient; where it fails, follow both straight-through gradients.
 
-    Returns the first result that fools the model or, if there is none, the smallest margin's.
+    Returns the first result that fools the model, else the result with the smallest margin.
     """
     adv = pgd(model, images, labels, eps, index=index, **settings)
     if not pap_steps(model, images):
