@@ -115,10 +115,7 @@ def test_dlr_has_its_closed_form():
 
 
 def test_square_finds_what_gradients_miss(capsys):
-    """Use a model without gradients: its class is the red value of one pixel, in fifths.
-
-    A square of +-0.101 reaches the next class, a square of +-0.05 does not.
-    """
+    """The model has no gradients: its class is the red value of one pixel, in fifths."""
     def model(x):
         read = (x[:, 0, 3, 5] * 5).long().clamp(0, 4)
         return F.one_hot(read, 5).float() * 10 + 0 * x.mean((1, 2, 3))[:, None]

@@ -1,8 +1,4 @@
-"""Compare corruptions with ImageNet-C's code; random numbers depend on seed, type and image.
-
-The package imagecorruptions contains ImageNet-C's code. robustness_corruptions_a.npz contains
-statistics over many draws.
-"""
+"""Compare corruptions with ImageNet-C's code in imagecorruptions, and with its statistics."""
 
 import inspect
 import zlib
@@ -97,11 +93,7 @@ def test_glass_blur_equals_imagenet_c(theirs, image, monkeypatch):
 
 
 def elastic(image, c, jitter, field):
-    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions has another.
-
-    image: (H, W, 3) uint8. c: alpha, sigma and the largest jitter. jitter: (3, 2), moves three
-    corners. field: (2, H, W), random numbers in [-1, 1].
-    """
+    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions has another."""
     (H, W), (alpha, sigma, _) = image.shape[:2], c
     centre, s = np.float32((H // 2, W // 2)), min(H, W) // 3
     corners = centre + np.float32([[s, s], [s, -s], [-s, -s]])
@@ -159,11 +151,7 @@ def z(golden):
 
 
 def statistics(out, clean):
-    """Return statistics per image, (n, 37).
-
-    They are mean, std, mean |change|, PSNR, mean change, and the power spectra of the change and of
-    the output, in 16 rings each.
-    """
+    """Return 37 statistics per image; the last 32 are power spectra in rings."""
     x, y = out.double() / 255, clean.double() / 255
     d = (x - y).flatten(1)
     first = torch.stack([x.flatten(1).mean(1), x.flatten(1).std(1, correction=0), d.abs().mean(1),

@@ -12,7 +12,6 @@ import eval_robust
 import train_cls
 from attention import SelfAttention
 from fan import FAN, FAN_SIZES, FANConfig, fan_from_checkpoint
-from studies import probe
 from runs import call, log
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
@@ -207,7 +206,7 @@ def test_resumed_fan_run_is_bit_identical(tiny):
     assert log("whole") == log("parts") and len(log("whole")) == 8
 
 
-def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
+def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
     model = fan_from_checkpoint(common.load("rpc"))
@@ -217,5 +216,3 @@ def test_init_evaluation_and_probe_accept_a_fan(tiny, capsys):
     call(eval_robust.main, "--ckpt rpc sym --measures clean --limit 4 --out_dir e")
     table = capsys.readouterr().out
     assert "fan rpc 4iter/layer0" in table and "fan symmetric" in table
-    heads = probe.capture(model, torch.rand(2, 3, 16, 16))
-    assert [h.k.shape for h in heads] == [(2, 4, 16, 8)] * 2

@@ -332,7 +332,7 @@ def test_slides_fit_window_with_readable_text(tmp_path):
 
 # --- the file -------------------------------------------------------------------------------------
 
-def test_page_fetches_nothing_and_labels_everything(page):
+def test_page_fetches_nothing_and_its_links_and_labels_fit(page):
     assert len(page.encode()) < 3e6 and "default-src 'none'" in page
     written = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert set(re.findall(r"<(\w+)[^>]* (?:src|(?:xlink:)?href)=\"(?!#|data:)", written)) == {"a"}
@@ -340,9 +340,6 @@ def test_page_fetches_nothing_and_labels_everything(page):
         assert re.search(rf'<label[^>]*>[^<]*<{tag}[^>]* id="{name}"', written), name
     for alt, _ in re.findall(page_maker.PICTURE, TEXT):
         assert page.count(f'"{alt}"') == 1
-
-
-def test_inner_links_of_page_have_targets(page):
     parts = re.findall(r' id="([^"]+)"', page)
     assert set(re.findall(r'href="#([^"]+)"', page)) <= set(parts)
     assert len(parts) == len(set(parts))

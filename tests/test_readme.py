@@ -1,7 +1,4 @@
-"""Test README.md and all pages: every command runs; every name, flag and link exists.
-
-The commands run in an environment with requirements.txt and pytest only, see .ci/run.
-"""
+"""Test README.md and all pages: every command runs; every name, flag and link exists."""
 
 import re
 import shlex
@@ -126,8 +123,7 @@ def test_snippets_run_as_printed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_scripts_and_flags_on_pages_exist(page):
-    """Every script is a file, and every flag is a flag of some script."""
+def test_scripts_flags_and_links_on_pages_exist(page):
     text = page.read_text()
     shown = "\n".join(a or b for a, b in re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text, re.S))
     for module in re.findall(r"-m ((?:studies|lecture|robust)\.[\w.]+)", shown):
@@ -139,11 +135,7 @@ def test_scripts_and_flags_on_pages_exist(page):
         name = flag.removeprefix("--").removeprefix("no-")
         made = (f'"{flag}"', f'"--{name}"', f'"{name}"', 'f"--imagenet_' * ("imagenet_" in flag))
         assert flag in OTHERS or any(part and part in CODE for part in made), flag
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (page.parent / link).exists(), link
 
 

@@ -16,7 +16,7 @@ from common import InputError
 from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
                        read_lines, seen_lines, sliding_nll, text_folder)
 from lm import LM, LMConfig
-from upstream import lmtool_model
+from test_lm import lmtool_model
 
 TRAIN = " = A title = \n \n the cat sat on the mat \n the dog sat , too <unk> \n"
 VALID = " the cat , unseen \n \n"

@@ -1,7 +1,4 @@
-"""Test all three trainers with the real scripts and small settings.
-
-Interrupted, resumed and multi-process runs give the same numbers.
-"""
+"""Interrupted, resumed and multi-process runs of all three trainers give the same numbers."""
 
 import json
 import os
@@ -187,10 +184,7 @@ def main_and_seed(name):
 
 @each
 def test_two_processes_equal_one(name):
-    """Dropout is off, because masks differ per process. seg: numbers of ignored pixels differ.
-
-    Mixup and cutmix mix within a process, so they are off, too.
-    """
+    """Without dropout, mixup and cutmix, which differ per process."""
     extra = dict(cls="--num_images 85 --num_ops 2 --erase 0.5 --mixup 0 --cutmix 0 --pad 2 "
                      "--repeats 3 --adv_eps 2/255 --adv_steps 1 --max_steps 6",
                  lm="--max_steps 10 --dropout 0 --eval_every 5",
@@ -199,7 +193,7 @@ def test_two_processes_equal_one(name):
     # LOCAL_RANK 0: each process is the first one of its node
     printed = group(partial(main_and_seed, name), [*run, "--out_dir", "two"], LOCAL_RANK="0")
     train(name, extra[name], "--out_dir one")
-    assert json.loads(Path("two/log.jsonl").read_text().splitlines()[0])["world"] == 2
+    assert json.loads(Path("two/log.jsonl").read_text().splitlines()[0])["processes"] == 2
     losses, norms = ([list(log(folder, what).values()) for folder in ("two", "one")]
                      for what in ("loss", "grad_norm"))
     assert len(losses[1]) == steps

@@ -45,10 +45,7 @@ def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
 
 
 def test_a_run_resumed_within_a_chunk_is_equal(monkeypatch):
-    """A GPU augments a chunk of batches at once; here three batches, and the "GPU" is the CPU.
-
-    The resumed run begins with the second batch of a chunk, so its chunks are others.
-    """
+    """A GPU augments a chunk of batches at once; here three batches, and the "GPU" is the CPU."""
     monkeypatch.setattr(train_cls, "CHUNK_IMAGES", 12)
     monkeypatch.setattr(train_cls, "send", lambda x, device: x)
     args = Namespace(batch_size=4, image_size=16, seed=0, repeats=2, pad=2, num_ops=2, erase=0.5,
