@@ -81,8 +81,6 @@ def linear_case(n=20, classes=2):
     return model, images, labels, (model.W[labels] - model.W[1 - labels])
 
 
-# --- comparison with other implementations -------------------------------------------------------
-
 def test_paper_harness_accuracy_equals_reference_run(golden, net):
     """The released code used cleverhans on normalised images. SPSA was recorded on pixels."""
     g, (net, images, labels) = golden("robustness_attacks_a"), net
@@ -119,8 +117,6 @@ def test_fgsm_and_pgd_equal_torchattacks(net):
         assert start or share((ours - theirs).abs() < 1e-5) > 0.995
         assert abs(share(right(model, ours, labels)) - share(right(model, theirs, labels))) <= 0.02
 
-
-# --- known results -------------------------------------------------------------------------------
 
 def test_linear_margin_falls_by_eps_times_l1():
     model, images, labels, w = linear_case()
@@ -219,8 +215,6 @@ def test_restarts_keep_first_fooling_start(net):
     assert torch.equal(thrice[kept], once[kept]) and (thrice - images).abs().max() <= eps + 1e-6
 
 
-# --- RPC-Attention -------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def vit():
     """Return a ViT with keys so large that S is not 0, images and its predictions."""
@@ -282,8 +276,6 @@ def test_adaptive_attacks_break_more_than_apgd(vit, net):
         assert torch.equal(*(attack(net[0], images, labels, EPS, steps=10) for attack in both))
 
 
-# --- inputs that would give wrong results silently -----------------------------------------------
-
 @pytest.mark.parametrize("change, message", [
     (dict(images=torch.full((4, 3, 4, 4), math.nan).double()), "values from nan"),
     (dict(eps=math.nan), "pixel units"),
@@ -320,8 +312,6 @@ def test_attacks_reject_train_mode_and_large_pixels(name):
     assert not attack(model, with_a_graph, labels, EPS).requires_grad
     assert norm.weight.requires_grad and norm.weight.grad is None and images.grad is None
 
-
-# --- words ---------------------------------------------------------------------------------------
 
 def test_word_swap_takes_share_of_every_line(monkeypatch):
     lines = [" = A Heading = ", " ", " The quick brown fox , twice @-@ daily , in 1999 . ",

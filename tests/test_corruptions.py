@@ -36,8 +36,6 @@ def assert_one_step(out, expected, equal=0.998):
     assert difference.max() <= 1 and (difference == 0).double().mean() >= equal
 
 
-# --- comparison with ImageNet-C ------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def theirs():
     """Yield imagecorruptions' functions, patched for current numpy and scikit-image."""
@@ -215,8 +213,6 @@ def test_flat_areas_are_defocused_as_by_imagecorruptions(theirs, large):
             assert_one_step(corrupt(image, "defocus_blur", severity),
                             theirs.defocus_blur(picture, severity), equal=1)
 
-
-# --- properties ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_size_order_and_memory_layout_change_nothing(name):

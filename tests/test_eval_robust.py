@@ -28,8 +28,6 @@ TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47,
                                        44.55, 42.72, 63.21, 50.25, 44.26, 39.36, 46.28)))
 
 
-# --- metrics and robust.evaluate ------------------------------------------------------------------
-
 def test_outlier_metrics_follow_their_definition():
     g = torch.Generator().manual_seed(0)
     for values in (9, 10 ** 6):                                          # with ties and without
@@ -73,8 +71,6 @@ def test_evaluate_rejects_wrong_labels_and_train_mode():
     with pytest.raises(ValueError, match="train mode"):
         evaluate(model.train(), images, labels, {})
 
-
-# --- rows ----------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path, monkeypatch):

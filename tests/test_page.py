@@ -31,8 +31,6 @@ needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
 needs_node = pytest.mark.skipif(not NODE, reason="no node")
 
 
-# --- the notebook ---------------------------------------------------------------------------------
-
 def test_committed_notebook_has_all_cells_executed():
     woven = list(page_maker.notebook_cells())
     prose = "".join(text for kind, text in woven if kind == "markdown")
@@ -42,8 +40,6 @@ def test_committed_notebook_has_all_cells_executed():
     for cell in [cell for cell in cells if "pictures.draw_" in "".join(cell["source"])]:
         assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
 
-
-# --- the network in JavaScript --------------------------------------------------------------------
 
 @functools.cache
 def stored():
@@ -188,8 +184,6 @@ def test_own_picture_is_resized_as_in_evaluation():
         assert (torch.tensor(found) * 255 - expected.flatten()).abs().max() < 1.01
 
 
-# --- numbers on the page --------------------------------------------------------------------------
-
 # (scene, variant, lambda, n, layers)
 STATES = [(3, "paper", 1e9, 4, [2]), (5, "admm", 0, 2, [1]), (7, "released", 0.2, 5, [0, 3])]
 ASK = """
@@ -329,8 +323,6 @@ def test_slides_fit_window_with_readable_text(tmp_path):
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
 
-
-# --- the file -------------------------------------------------------------------------------------
 
 def test_page_fetches_nothing_and_its_links_and_labels_fit(page):
     assert len(page.encode()) < 3e6 and "default-src 'none'" in page
