@@ -15,7 +15,6 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import date
-from functools import cache
 from pathlib import Path
 
 # Waiting threads of PyTorch sleep after this many checks for work; otherwise they slow working
@@ -154,11 +153,6 @@ def check_batch_size(batch_size, world, n=math.inf):
 
 # --- the log: one JSON object per line ------------------------------------------------------------
 
-def to_json(row):
-    """Return a row as a line of JSON, which has no infinity: lambda = inf becomes "inf"."""
-    return json.dumps(row).replace(": Infinity", ': "inf"') + "\n"
-
-
 def start_log(args, step, model, device, **numbers):
     """Create --out_dir and its log.jsonl; log and print the settings. Returns the log's path.
 
@@ -167,22 +161,24 @@ def start_log(args, step, model, device, **numbers):
     path = Path(args.out_dir, "log.jsonl")
     if is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in read_log(path) if row["step"] <= step] if step else []
+        lines = path.read_text("utf-8").splitlines(True) if step else []
         with replacing(path) as tmp:
-            tmp.write_text("".join(map(to_json, rows)))
-    parameters, hardware = sum(p.numel() for p in model.parameters()), describe(device)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    append_row(path, dict(step=step, args=vars(args), **code_version(), world=world,
-                          device=hardware, parameters=parameters, **numbers))
-    print0(f"{parameters:,} parameters | {world} x {hardware} | {args.out_dir}, step {step}")
+            tmp.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    parameters, here = sum(p.numel() for p in model.parameters()), origin(device)
+    append_row(path, dict(step=step, args=vars(args), parameters=parameters, **here, **numbers))
+    print0(f"{parameters:,} parameters | {here['processes']} x {here['hardware']} | "
+           f"{args.out_dir}, step {step}")
     return path
 
 
 def append_row(path, row):
-    """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
+    """Append a row, a dict, to a file of JSON lines. Only the first process writes.
+
+    JSON has no infinity: lambda = inf becomes "inf".
+    """
     if is_first():
         with open(path, "a", encoding="utf-8") as f:
-            f.write(to_json(row))
+            f.write(json.dumps(row).replace(": Infinity", ': "inf"') + "\n")
 
 
 def read_log(path):
@@ -215,23 +211,24 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
     print0(f"step {step:6d}  loss {means['loss']:.4f}  {rate:.0f} {unit}/s")
 
 
-def describe(device):
-    """Return the name of the hardware. Logs contain it, because processors round differently."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")                                    # Linux
-    cpu = dict(re.findall(r"(.+?)\s*: (.*)", path.read_text())) if path.exists() else {}
-    name = f"{cpu.get('model name', '')} family {cpu.get('cpu family')} model {cpu.get('model')}"
-    return f"{device.type}, {name}, {torch.get_num_threads()} threads"
+def origin(device):
+    """Return fields of a row: date, commit, PyTorch's version, hardware, number of processes.
 
-
-@cache
-def code_version():
-    """Return the commit of this code, "-dirty" if files have changed, and PyTorch's version."""
+    A commit ends in "-dirty" if files have changed. Processors round differently.
+    """
     git = subprocess.run(["git", "--no-optional-locks", "describe", "--always", "--dirty",
                           "--abbrev=12", "--exclude=*"], cwd=Path(__file__).parent,
                          capture_output=True, text=True)
-    return dict(commit=git.stdout.strip() or "no git", torch=torch.__version__)
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        info = Path("/proc/cpuinfo")                                # Linux
+        cpu = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text())) if info.exists() else {}
+        hardware = (f"{device.type}, {cpu.get('model name', '')} family {cpu.get('cpu family')} "
+                    f"model {cpu.get('model')}, {torch.get_num_threads()} threads")
+    return dict(date=str(date.today()), commit=git.stdout.strip() or "no git",
+                torch=torch.__version__, hardware=hardware,
+                processes=dist.get_world_size() if dist.is_initialized() else 1)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -301,9 +298,7 @@ def add_result(args, model, checkpoint, began, **numbers):
     kind = c.attn + (layers if c.rpc_layers else "")
     row = dict(model=f"{kind}, seed {checkpoint['args']['seed']}", kind=kind, checkpoint=str(path),
                weights=checksum(model), model_config=asdict(c), task=checkpoint["task"], **numbers,
-               seed=args.seed, seconds=round(time.perf_counter() - began, 2),
-               date=str(date.today()), **code_version(), hardware=describe(device),
-               processes=dist.get_world_size() if dist.is_initialized() else 1)
+               seed=args.seed, seconds=round(time.perf_counter() - began, 2), **origin(device))
     folder = Path(args.out_dir or (path.parent if path.suffix == ".pt" else path))
     folder.mkdir(parents=True, exist_ok=True)
     append_row(folder / "results.jsonl", row)

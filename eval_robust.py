@@ -37,7 +37,6 @@ import sys
 import time
 import zlib
 from collections import Counter
-from datetime import date
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -208,11 +207,10 @@ def load_model(path, size, device):
             net = load_timm(checkpoint)
         name = kind_of(net.config) + (f", seed {trained['seed']}" if trained
                                       else f", {Path(path).stem}")
-        # The settings that are not ViTConfig's defaults, as JSON returns them: KEY compares rows.
+        # The settings that are not ViTConfig's defaults.
         usual = vars(ViTConfig()) | ViTConfig().pap
         config = {k: v for k, v in (vars(net.config) | net.config.pap).items()
                   if k != "pap" and v != usual.get(k)}
-        config = json.loads(common.to_json(config))       # lists, not tuples
         size = net.config.image_size
     about = dict(checkpoint=str(path), model_config=config, model=name,
                  weights=common.checksum(net), size=size)
@@ -489,7 +487,8 @@ KEY = (*MODEL, "data", "fingerprint", "name", "settings", "seed", "images")
 
 def row_key(row, fields=KEY):
     """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
-    return json.dumps([row.get(name) for name in fields], sort_keys=True)
+    text = json.dumps([row.get(name) for name in fields], sort_keys=True)
+    return text.replace("Infinity", '"inf"')              # as in a stored row
 
 
 def measure_text(name, settings):
@@ -653,8 +652,8 @@ def main():
     path = Path(args.out_dir or folder / "robust") / "results.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row_key(row): row for row in common.read_log(path)}
-    hardware, wanted = common.describe(args.device), []
-    print0(f"{len(models)} models | {args.data} | {args.world} x {hardware} | {path}, "
+    here, wanted = common.origin(args.device), []
+    print0(f"{len(models)} models | {args.data} | {args.world} x {here['hardware']} | {path}, "
            f"{len(rows)} rows")
     for name, settings, source, measure in plan(args, data, models[0].size):
         index = choose(len(source.labels), name, args)
@@ -668,8 +667,7 @@ def main():
             if key not in rows:
                 began = time.perf_counter()
                 row |= measure(m, source, index, args)
-                row.update(seconds=round(time.perf_counter() - began, 2), date=str(date.today()),
-                           **common.code_version(), hardware=hardware, processes=args.world)
+                row.update(seconds=round(time.perf_counter() - began, 2), **here)
                 rows[key] = row
                 common.append_row(path, row)              # rank 0 writes
             wanted.append(rows[key])

@@ -225,12 +225,13 @@ def main(argv=None):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = measure_models(args, device)
     print(f"ViT-tiny, {PIXELS} px, batches of {args.batch_size}, {args.clock} clock, "
-          f"medians of {args.rounds} rounds\n{common.describe(device)}; torch {torch.__version__}")
+          f"medians of {args.rounds} rounds\n{common.origin(device)['hardware']}; "
+          f"torch {torch.__version__}")
     for what, columns in COST_TABLES.items():
         cells = [[cost_cell(row.get(column, "-")) for column in columns] for row in rows]
         print(f"\n{what}\n\n{common.table(cells, columns)}")
     about = dict(command=" ".join(["python -m studies.cost", *(argv or sys.argv[1:])]),
-                 hardware=common.describe(device), torch=torch.__version__,
+                 hardware=common.origin(device)["hardware"], torch=torch.__version__,
                  date=f"{datetime.date.today()}")
     if args.out:
         with open(args.out, "a") as file:

@@ -136,7 +136,7 @@ def measure_cost(text, folder, rounds=20, steps=10):
     return dict(text=text, seconds={name: round(median(x), 4) for name, x in seconds.items()},
                 ratio={name: round(x, 3) for name, x in ratios.items()}, rounds=rounds,
                 steps_per_round=steps, batch_size=BATCH, context=CONTEXT,
-                device=common.describe(torch.device("cpu")), torch=torch.__version__)
+                device=common.origin(torch.device("cpu"))["hardware"], torch=torch.__version__)
 
 
 # --- train and score the missing runs -------------------------------------------------------------
@@ -200,10 +200,10 @@ def test_row(out_dir, folder):
     test, word = score_test_text(model, folder, Vocabulary(checkpoint["vocab"].split("\n")))
     log = common.read_log(out_dir / "log.jsonl")
     start, last = log[0], [row for row in log if "eval" in row][-1]
-    names = ("device", "torch", "parameters", "train_tokens", "vocab_size")
+    names = ("torch", "parameters", "train_tokens", "vocab_size")
     best = checkpoint["best"]
     return dict(valid_segment=best["perplexity"], best_step=best["step"],
-                test=test, stride=STRIDE, word=word,
+                test=test, stride=STRIDE, word=word, device=start["hardware"],
                 mean_abs_key=last["mean_abs_key"], nonzero_S=last["nonzero_S"],
                 **{name: start[name] for name in names})
 
@@ -218,7 +218,7 @@ def run(args):
                         if (row["text"], row["seed"]) == (text, seed)]
                 if any(row["variant"] == variant for row in rows):
                     continue
-                here = common.describe(torch.device("cpu"))
+                here = common.origin(torch.device("cpu"))["hardware"]
                 if any(row["device"] != here for row in rows):
                     raise InputError(f"seed {seed} of {text} has rows of {rows[0]['device']}, and "
                                      f"this is {here}: pairs need one processor; choose another "

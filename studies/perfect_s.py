@@ -121,7 +121,7 @@ def measure(path, n):
                        step=checkpoint["step"], kind=kind, condition=condition, images=n,
                        accuracy=round(100 * right.double().mean().item(), 2),
                        right=base64.b64encode(np.packbits(right.numpy())).decode(),
-                       device=common.describe(torch.device("cpu")))
+                       device=common.origin(torch.device("cpu"))["hardware"])
 
 
 # --- training with corrupted patches --------------------------------------------------------------

@@ -118,7 +118,7 @@ def run(args):
     for seed in args.seeds:
         stored = [row for row in read_rows() if row["seed"] == seed]
         missing = [name for name in VARIANTS if name not in {row["variant"] for row in stored}]
-        here = common.describe(torch.device("cpu"))
+        here = common.origin(torch.device("cpu"))["hardware"]
         if missing and any(row["device"] != here for row in stored):
             raise InputError(f"seed {seed} has rows of {stored[0]['device']}, and this is {here}: "
                              f"pairs need one processor; choose another seed")

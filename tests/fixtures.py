@@ -67,5 +67,5 @@ def pytest_terminal_summary(terminalreporter):
     rows = [[*row, r.outcome] for r in reports for name, row in r.user_properties if name == "note"]
     if rows:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        terminalreporter.section(f"{common.describe(device)}, torch {torch.__version__}")
+        terminalreporter.section(f"{common.origin(device)['hardware']}, torch {torch.__version__}")
         terminalreporter.write_line(common.table(rows, ["part", "found", "seconds", ""]))
