@@ -380,7 +380,7 @@ def draw_where():
     dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
     figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handletextpad=0.4)
     others = common.read_log(arms.RESULTS / "where_is_s/ten.jsonl")
-    for row in others:                      # five networks trained with other seeds
+    for row in others:                      # eight networks trained with other seeds
         if row["network"] == "rpc 4iter/layer0" and row["step"] == 2000:
             for kind in ("noise", "adversarial"):
                 for score in ("S, step 4", "distance"):
