@@ -50,7 +50,7 @@ import torch.distributed as dist
 import robust
 from attention import PAP_SETTINGS
 from common import InputError, print0
-from data.datasets import DATASETS, load_test
+from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
 from fan import fan_from_checkpoint
@@ -262,7 +262,10 @@ def load_data(args, models):
         data = ImageTree(args.data_dir, "val", names, first.size, subset=all_1000)
     else:
         seen = {name for m in models for name in m.seen}  # photos of the training do not count
-        data = load_test(args, trained=first.trained, size=first.size, classes=names, seen=seen)
+        crop = DATASETS[first.trained.get("data", args.data)].crop
+        flags = first.trained | dict(data=args.data, data_dir=args.data_dir, image_size=first.size,
+                                     classes=names, seen=seen, crop=crop)
+        data = load_part("all" if args.data == "folder" else "test", flags, args.device)
     for m, count in zip(models, counts):
         path = m.about["checkpoint"]
         if count != len(data.classes) or m.classes and m.classes != list(data.classes):

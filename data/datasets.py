@@ -109,10 +109,14 @@ DATASETS = {
 # --- load a part ----------------------------------------------------------------------------------
 
 def load_part(part, flags, device):
-    """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files."""
+    """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
+
+    flags: a dict, such as the flags of train_cls.py. classes: ImageNet's. seen: `marks` of your own
+    images to leave out. crop: as in the network's training.
+    """
     data = DATASETS[flags["data"]]
-    flags = {"classes": None, "seen": (), "crop": data.crop, **flags, "device": device}
-    found = data.load(part, Namespace(**flags))
+    default = dict(num_images=16000, seed=0, download=False, classes=None, seen=(), crop=data.crop)
+    found = data.load(part, Namespace(**default | flags | dict(device=device)))
     if isinstance(found, Split):
         return found._replace(images=found.images.to(device), labels=found.labels.to(device))
     return found
@@ -137,15 +141,3 @@ def load_data(args, device):
     print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {kind} images, "
            f"{len(train.classes)} classes: {', '.join(train.classes[:12])}")
     return train, val
-
-
-def load_test(args, trained, size, classes, seen=()):
-    """Load the test images of a network, `size` pixels per side; of your own folder, all images.
-
-    args: flags of the evaluation (data, data_dir, device). trained: flags of the training, whose
-    data set determines the crop. classes: ImageNet's. seen: `marks` of images to leave out.
-    """
-    flags = dict(num_images=16000, seed=0, download=False)
-    flags.update(trained, data=args.data, data_dir=args.data_dir, image_size=size, seen=seen,
-                 classes=classes, crop=DATASETS[trained.get("data", args.data)].crop)
-    return load_part("all" if args.data == "folder" else "test", flags, args.device)

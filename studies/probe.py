@@ -16,7 +16,7 @@ import torch
 import common
 from attention import layer_inputs
 from common import InputError
-from data.datasets import load_test
+from data.datasets import load_part
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import log_kernel
@@ -110,8 +110,8 @@ def load_test_images(checkpoint, config, n):
     if name == "shapes":
         source = load_shapes("test", n, size)
     else:
-        where = argparse.Namespace(data=name, data_dir=trained["data_dir"], device="cpu")
-        source = load_test(where, trained, size, checkpoint.get("classes"))
+        flags = trained | dict(image_size=size, classes=checkpoint.get("classes"))
+        source = load_part("all" if name == "folder" else "test", flags, "cpu")
     some = epoch_order(len(source.labels), 0, seed=0)[:n]              # shuffle the classes
     images = (torch.stack([source[i, i][0] for i in some.tolist()]) if name == "imagenet"
               else source.images[some])

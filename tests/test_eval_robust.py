@@ -99,8 +99,8 @@ def read(folder="r"):
 @pytest.fixture
 def few_scenes(monkeypatch):
     """Render 80 test scenes instead of all for a model without a training."""
-    monkeypatch.setattr(eval_robust, "load_test",
-                        lambda args, size, **_: load_shapes("test", 80, size))
+    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: load_shapes(
+        "test", 80, flags["image_size"]))
 
 
 QUICK = ("--measures clean noise pgd apgd corruptions --steps 5 --limit 7 --eps 2/255 --severities "

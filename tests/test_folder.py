@@ -17,7 +17,7 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data.datasets import find_photos, load_data, load_part, load_test
+from data.datasets import DATASETS, find_photos, load_data, load_part
 from data.images import choose_part, composed, fingerprint, list_images, walk_images
 from data.masks import load_segmentation, own_folder
 from runs import call, make_pairs, refused
@@ -43,7 +43,9 @@ def make(root, count, side=40, classes=CLASSES):
 
 def evaluated(root, seen=(), **trained):
     """Load the images for an evaluation on this folder."""
-    return load_test(Namespace(data="folder", data_dir=root, device="cpu"), trained, 32, None, seen)
+    crop = DATASETS[trained["data"]].crop
+    flags = trained | dict(data="folder", data_dir=root, image_size=32, seen=seen, crop=crop)
+    return load_part("all", flags, "cpu")
 
 
 def stored(root, part):

@@ -311,8 +311,8 @@ def test_evaluator_attacks_the_examples(library, tmp_path, monkeypatch):
     source = (EXAMPLES / f"{library}_rpc.py").read_text()
     snippet = re.search(r"^(?:class|def) .*?(?=\n\n)", section(library)[0], re.M | re.S)[0]
     assert snippet in source
-    monkeypatch.setattr(eval_robust, "load_test",
-                        lambda args, size, **_: load_shapes("test", 9, size))
+    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: load_shapes(
+        "test", 9, flags["image_size"]))
     call(eval_robust.main, "--data shapes --limit 2 --measures clean adaptive_pgd --eps 2/255 "
          "--steps 1 --device cpu --model", [EXAMPLES / f"{library}_rpc.py:build"], out_dir=tmp_path)
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
