@@ -34,7 +34,7 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
-import common  # noqa: F401; before torch, because common sets a variable that torch reads
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 
 from attention import soft_threshold
@@ -309,6 +309,7 @@ def difference(h, other):
 
 
 def main():
+    common.new_parser(__doc__).parse_args()                                 # prints --help
     print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
     print(f"  {'':42s}{'by hand':29s}computed")
     for what, text, computed in hand_example():

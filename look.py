@@ -15,7 +15,6 @@ For a ViT and a folder of images, look.py writes a table: file, likeliest class,
 whether your training used the image. For a Segmenter and one image, look.py draws the classes.
 """
 
-import argparse
 import csv
 from pathlib import Path
 
@@ -41,8 +40,7 @@ MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [1
 
 
 def get_args():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = common.new_parser(__doc__)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
                    "train_cls.py or train_seg.py, a file or a folder (default: %(default)s)")
     p.add_argument("--image", help="look at this image or folder (default: a rendered scene)")

@@ -6,7 +6,6 @@ A folder contains a run of a trainer (log.jsonl), an evaluation of eval_robust.p
 or a run and, in its subfolder robust/, the run's evaluation. plot.py needs matplotlib.
 """
 
-import argparse
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -64,8 +63,7 @@ def draw_panels(panels, path, xlabel):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = common.new_parser(__doc__)
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = p.parse_args().folders
 

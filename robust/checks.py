@@ -7,7 +7,6 @@ overstate how robust the model is: the gradients mislead them, or they stop too 
 al. 2018, Carlini et al. 2019; `fra31/auto-attack:autoattack/checks.py`).
 """
 
-import argparse
 from functools import partial
 
 import common
@@ -132,8 +131,7 @@ def run_checks(model, x, y, name="", twin=None):
 def main():
     """Check the networks of --ckpt on 64 test images; a softmax network among them is the twin."""
     import eval_robust
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = common.new_parser(__doc__)
     p.add_argument("--ckpt", nargs="+", required=True, help="checkpoints of train_cls.py")
     p.add_argument("--limit", type=int, default=64, help="number of test images (default: 64)")
     own = p.parse_args()
