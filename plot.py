@@ -64,6 +64,7 @@ def draw_panels(panels, path, xlabel):
 
 def main():
     p = common.new_parser(__doc__)
+    p.usage = "%(prog)s folder ..."
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = p.parse_args().folders
 
