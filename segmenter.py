@@ -143,73 +143,44 @@ class Segmenter(nn.Module):
         return logits[..., :images.shape[2], :images.shape[3]]
 
 
-# --- inference: sliding windows on scaled images -------------------------------------------------
+# --- inference: sliding windows -------------------------------------------------------------------
 
-def view(image, size, scale, window):
+def view(image, size, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The long side is at most 4 * size * scale, the short side at most size * scale, but at least as
-    long as the window.
+    The long side is at most 4 * size, the short side at most size, but at least as long as the
+    window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
-    x = resize(x, resized(*x.shape[1:], int(4 * size * scale), int(size * scale)))
+    x = resize(x, resized(*x.shape[1:], 4 * size, size))
     h, w = x.shape[1:]
     if min(h, w) >= window:
         return x
     return resize(x, (window, int(w / h * window)) if h < w else (int(h / w * window), window))
 
 
-def window_corners(height, width, window, stride):
-    """Return (top, left) of each window, row by row. The last windows end at the image's border."""
-    tops, lefts = ([*range(0, side - window, stride), side - window] for side in (height, width))
-    return [(top, left) for top in tops for left in lefts]
-
-
 @torch.no_grad()
-def view_logits(model, views, window, stride, batch_size):
-    """Return the logits (K, h, w) of each view, averaged over the windows that cover a pixel.
+def predict_classes(model, image, *, size, window, stride, batch_size=8):
+    """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
 
-    views: list of images (3, h, w). The windows of all views go through the model together,
-    batch_size at a time.
+    image: (3, h, w), uint8 or float in [0, 1]. size: pixels of the short side. window, stride:
+    pixels. The logits of a pixel are averaged over the windows that cover the pixel. The last
+    windows end at the image's border.
     """
     if window % model.config.patch_size or not 1 <= stride <= window:
         raise InputError(f"window {window}, stride {stride}: expected a window that is a multiple "
                          f"of the patch size {model.config.patch_size}, and 1 <= stride <= window")
-    places = [(x, slice(top, top + window), slice(left, left + window))
-              for x in views for top, left in window_corners(*x.shape[1:], window, stride)]
-    crops = [x[:, rows, columns] for x, rows, columns in places]
-    masks = torch.cat([model.masks(torch.stack(crops[i:i + batch_size]))
-                       for i in range(0, len(crops), batch_size)])
-    found = []
-    for x in views:
-        canvas, count = masks.new_zeros(masks.shape[1], *x.shape[1:]), masks.new_zeros(x.shape[1:])
-        for mask, (where, rows, columns) in zip(masks, places):
-            if where is x:
-                canvas[:, rows, columns] += resize(mask, (window, window))
-                count[rows, columns] += 1
-        found.append(canvas.div_(count))
-    return found
-
-
-@torch.no_grad()
-def predict_classes(model, image, *, size, window, stride, scales=(1.0,), flip=False, batch_size=8):
-    """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
-
-    image: (3, h, w), uint8 or float in [0, 1]. size: pixels of the short side at scale 1. window,
-    stride: pixels. flip: also use a mirrored view per scale. The probability of a class is the
-    softmax of the logits, averaged over the views.
-    """
-    image, shape = image.to(next(model.parameters()).device), image.shape[1:]
-    views = [view(image, size, scale, window) for scale in scales]
-    views += [x.flip(2) for x in views] * flip
-    logits = view_logits(model, views, window, stride, batch_size)
-    if len(views) == 1:
-        return resize(logits[0], shape).argmax(0)
-    total = 0
-    for i, x in enumerate(logits):
-        x = resize(x, shape).softmax(0)
-        total += x.flip(2) if i >= len(scales) else x
-    return total.argmax(0)
+    x = view(image.to(next(model.parameters()).device), size, window)
+    tops, lefts = ([*range(0, side - window, stride), side - window] for side in x.shape[1:])
+    places = [(slice(top, top + window), slice(left, left + window))
+              for top in tops for left in lefts]
+    crops = torch.stack([x[:, rows, columns] for rows, columns in places])
+    masks = torch.cat([model.masks(part) for part in crops.split(batch_size)])
+    logits, count = masks.new_zeros(masks.shape[1], *x.shape[1:]), masks.new_zeros(x.shape[1:])
+    for mask, (rows, columns) in zip(masks, places):
+        logits[:, rows, columns] += resize(mask, (window, window))
+        count[rows, columns] += 1
+    return resize(logits / count, image.shape[1:]).argmax(0)
 
 
 # --- scores on a data set: pixel accuracy, mean accuracy, mean IoU -------------------------------

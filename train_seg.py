@@ -119,9 +119,6 @@ def get_args():
          "run, instead of training: on clean and on corrupted images")
     flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="severities of the "
          "corruptions; without a number only clean images (default: 1 2 3 4 5)")
-    flag("--scales", type=float, nargs="+", default=[1.0], help="average the probabilities of "
-         "images that are resized by these factors (default: 1)")
-    flag("--flip", action=boolean, default=False, help="average also over mirrored images")
     flag("--limit", type=int, help="number of test images (default: 320 corrupted scenes, or all)")
     flag("--frost_dir", help="folder with ImageNet-C's photographs of frost (default: synthetic)")
 
@@ -190,7 +187,7 @@ def evaluate_only(args, rank, world, device):
                          f"in the same order in classes.txt")
     size = model.config.image_size
     window = args.window or size
-    views = dict(window=window, stride=args.stride or window, scales=args.scales, flip=args.flip)
+    views = dict(window=window, stride=args.stride or window)
     found, names = [], ("pixel_accuracy", "mean_accuracy", "mean_iou")
     for kind in ["clean", *NAMES] if args.severities else ["clean"]:
         began, clean = time.perf_counter(), kind == "clean"
