@@ -17,6 +17,7 @@ from data.shapes import render_scenes
 from robust import corruptions
 from robust.corruptions import CONSTANTS, NAMES, corrupt
 
+pytestmark = pytest.mark.filterwarnings("ignore")           # of imagecorruptions
 FROST = Path(find_spec("imagecorruptions").submodule_search_locations[0], "frost")
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate",
                  "jpeg_compression")

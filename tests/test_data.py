@@ -14,8 +14,6 @@ from data.images import ImageTree, central_square, fingerprint, image_batches, r
 from data.rng import RANDOM_CROP, uniform
 from data.shapes import load_shapes, render_scenes
 
-pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities")
-
 
 def photo(width, height, seed=0, mode="RGB"):
     """Make a smooth random PIL image with some edges."""
