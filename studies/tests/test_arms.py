@@ -13,8 +13,6 @@ from robust import corruptions
 from test_stats import curve, row
 
 
-# --- from arms to rows ----------------------------------------------------------------------------
-
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Return a function that calls `arms robustness` here and returns the commands that it ran."""
@@ -66,8 +64,6 @@ def test_stored_networks_have_the_flags_of_their_arms():
         own = usual | arms.LINE_ARMS[arm]
         assert {k: (usual | config)[k] for k in usual} == {k: own[k] for k in usual}, arm
 
-
-# --- from rows to tables --------------------------------------------------------------------------
 
 def made_up(seeds=range(40, 45)):
     """Yield made-up rows of the criterion.

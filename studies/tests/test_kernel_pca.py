@@ -184,8 +184,6 @@ def test_captured_heads_reproduce_the_attention(kind):
     assert torch.equal(heads.raw, heads.v) != kind.startswith("scaled")
 
 
-# --- sensitivity of the measures ------------------------------------------------------------------
-
 def test_fitted_map_beats_a_random_one(monkeypatch):
     heads = random_heads(B=4, N=24, D=8)
     pieces = [Layer(Heads(*(t[i:i + 2] for t in heads[:5]))) for i in (0, 2)]
@@ -237,4 +235,3 @@ def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, caps
     assert len(commands) == 2 and (tmp_path / "trained.csv").read_text() == text
 
 
-# --- the command ----------------------------------------------------------------------------------

@@ -96,8 +96,6 @@ def test_assignment_is_optimal():
     assert sorted(matching(C).tolist()) == [0, 1, 2] and matching(C)[0] == 1
 
 
-# --- the command ----------------------------------------------------------------------------------
-
 def test_command_writes_every_table(tmp_path, capsys):
     torch.manual_seed(0)
     config = ViTConfig(image_size=16, patch_size=4, num_classes=10, embed_dim=24, depth=2,

@@ -23,8 +23,6 @@ def printed():
         return list(csv.DictReader(file))
 
 
-# --- paper.csv ------------------------------------------------------------------------------------
-
 def test_paper_numbers_have_their_row_and_column():
     cells = {(r["table"], r["row"], r["column"]): r["value"] for r in printed()}
     assert len(cells) == len(printed())
@@ -35,8 +33,6 @@ def test_paper_numbers_have_their_row_and_column():
         cells = reproduce.lines(table, {})
         assert cells and not any(cell["ours"] for cell in cells)
 
-
-# --- the comparison -------------------------------------------------------------------------------
 
 def row(arm, seed, measure, **numbers):
     name, *pairs = measure.split()
@@ -84,8 +80,6 @@ def test_mce_needs_imagenet_and_all_severities():
     assert reproduce.ours(some, "table4", "JPEG CE") is None
     assert reproduce.ours(some, "table4", "JPEG top-1") == 40
 
-
-# --- the paper's scale ----------------------------------------------------------------------------
 
 FOLDERS = ["--imagenet_c", "c c", "--imagenet_a", "a a", "--imagenet_r", "r r", "--imagenet_o",
            "o o"]
@@ -163,8 +157,6 @@ def test_seeds_and_gpus_reach_the_commands(plan, capsys):
     words = plan("table12", "--gpus", "8")[0]
     assert words[2:5] == ["--standalone", "--nproc_per_node=8", "train_cls.py"]
 
-
-# --- tables run at the smallest scale -------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):

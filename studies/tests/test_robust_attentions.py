@@ -1,6 +1,5 @@
 """Test studies/robust_attentions.py: attentions equal their definition, alone and in networks."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -20,8 +19,6 @@ def qkv(scale=1.0):
     q, k, v = (torch.randn(B, H, N, D, generator=random, dtype=torch.float64) for _ in range(3))
     return q * scale, k * scale, v
 
-
-# --- comparison with slow versions in NumPy, for one head -----------------------------------------
 
 def largest_gap(found, slow, *tensors):
     """Return the largest difference between `found` and slow(one head's (N, D) arrays)."""
@@ -141,8 +138,6 @@ def test_an_attention_equals_its_definition(found, slow, given):
     assert found.abs().sum() > 0
 
 
-# --- gradients ------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("name", ROBUST)
 def test_gradients_stay_finite(name):
     function, settings = ROBUST[name]
@@ -153,8 +148,6 @@ def test_gradients_stay_finite(name):
         h.sum().backward()
         assert h.isfinite().all() and k.grad.isfinite().all()
 
-
-# --- in a network ---------------------------------------------------------------------------------
 
 def nano(attn="symmetric", layers=(0,)):
     torch.manual_seed(0)

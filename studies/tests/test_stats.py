@@ -24,8 +24,6 @@ def rows(*lines):
     return [stats.row_of(line) for line in lines]
 
 
-# --- intervals ------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("spreads", [(2, 0, 3), (1, 14, 19)])
 def test_crossed_interval_covers_the_truth(spreads):
     rng, held = np.random.default_rng(0), 0
@@ -65,8 +63,6 @@ def test_pairs_are_judged_by_margins(a, b, p, said):
     assert stats.judged(two, p, dict(x=2, y=2)) == stats.judged({}, {}, dict(x=2)) == "open"
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
 def test_corruption_families_are_means_over_types():
     lines = [row("admm_s0", [[j < i for j in range(15)], [True] * 15], "corruptions", type=name)
              for i, name in enumerate(corruptions.NAMES)]       # i of 15 are right, then all
@@ -86,8 +82,6 @@ def test_conflicting_rows_are_an_error():
         with pytest.raises(InputError, match=words):
             stats.outcomes(rows(*lines, other), 2)
 
-
-# --- the median budget ----------------------------------------------------------------------------
 
 def curve(accuracies, n=1000, rng=None):
     """Return {eps: (n,) in percent}. A wrong image stays wrong at larger budgets."""
@@ -115,8 +109,6 @@ def test_median_budget_scatter_equals_the_bootstrap():
     again = [stats.median_budget({eps: x[draw] for eps, x in of.items()}).mean() for draw in draws]
     assert value.std(ddof=1) / np.sqrt(1000) == pytest.approx(np.std(again), rel=0.08)
 
-
-# --- pairs ----------------------------------------------------------------------------------------
 
 def made_up(gaps):
     """Return {measure: {(arm, seed): (images,)}}. gaps: {arm: points above "base", per seed}."""

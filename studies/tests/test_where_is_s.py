@@ -23,8 +23,6 @@ def small(seed=0, **config):
     return ViT(config).eval(), torch.rand(5, 3, 8, 8), torch.arange(5)
 
 
-# --- corrupted patches ----------------------------------------------------------------------------
-
 @pytest.mark.parametrize("kind", ["noise", "white"])
 def test_only_six_patches_change(kind):
     images = 0.2 + 0.6 * torch.rand(30, 3, 32, 32)
@@ -36,8 +34,6 @@ def test_only_six_patches_change(kind):
     assert len(hit.unique(dim=0)) == 30 and hit.any(0).sum() > 55
     assert 0 <= x.min() and x.max() <= 1
 
-
-# --- scores ---------------------------------------------------------------------------------------
 
 def test_token_score_is_the_sum_of_S():
     S = torch.zeros(1, 2, 4, 3)  # 2 heads, class token and 3 patches
@@ -76,8 +72,6 @@ def test_measures_equal_a_hand_computation():
     assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
     assert "black: AUC of S, step 4" in where_is_s.examine(*small(attn="symmetric"), ["black"])
 
-
-# --- the command ----------------------------------------------------------------------------------
 
 def save(path, seed, step, **config):
     model, *_ = small(10 * step + seed, **config)
