@@ -324,12 +324,6 @@ def correct(logits, labels):
     return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
 
 
-@torch.no_grad()
-def score(net, x, labels):
-    """Return `correct` of a network for images x in [0, 1]."""
-    return correct(net(x).float(), labels)
-
-
 def all_sum(t):
     """Join results, float64: each process has filled its own rows, and the others are 0."""
     t = t.cpu()
@@ -358,15 +352,17 @@ def outcome(hits, num_classes):
 
 # --- measures: each returns fields of a row -------------------------------------------------------
 
+@torch.no_grad()
 def clean(m, data, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
     hits = torch.zeros(len(index), 3, device=args.device)
     for x, labels, _, place in batches(data, index, args, f"clean, {m.about['model']}"):
-        hits[place] = score(m.net, x, labels)
+        hits[place] = correct(m.net(x).float(), labels)
     hits = all_sum(hits)
     return dict(loss=hits[:, 2].mean().item(), **outcome(hits, len(data.classes)))
 
 
+@torch.no_grad()
 def corrupted(m, data, index, args, settings):
     """Measure accuracy on corrupted images; each field is a list, one value per severity."""
     kind, severities = settings["type"], settings["severities"]
@@ -380,7 +376,7 @@ def corrupted(m, data, index, args, settings):
                 raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
                                  f"{severity} has other images than the test images")
             for x, labels, _, place in batches(copies, index, args, label):
-                hits[i, place] = score(m.net, x, labels)
+                hits[i, place] = correct(m.net(x).float(), labels)
     else:
         if isinstance(data, ImageTree):                   # ImageNet-C was resized bilinearly
             data = copy.copy(data)
@@ -389,7 +385,7 @@ def corrupted(m, data, index, args, settings):
             for i, severity in enumerate(severities):
                 pixels = corrupt((255 * x).round().byte(), kind, severity, seed=args.seed,
                                  index=numbers, frost_dir=args.frost_dir)
-                hits[i, place] = score(m.net, pixels.float() / 255, labels)
+                hits[i, place] = correct(m.net(pixels.float() / 255).float(), labels)
     outcomes = [outcome(hit, len(data.classes)) for hit in all_sum(hits)]
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
@@ -430,7 +426,8 @@ def attacked(m, data, index, args, name, attack):
             adv = attack_as_paper(m.net, x, attack, name in PAPER_CLIPS, numbers)
         else:
             adv = robust.attack_batch(m.net, x, labels, attack, index=numbers)
-        hits[place] = score(m.net, adv, labels)
+        with torch.no_grad():
+            hits[place] = correct(m.net(adv).float(), labels)
         move = (adv - x).flatten(1).double()
         moved[place, 0] = move.norm(math.inf, 1)
         moved[place, 1] = move.norm(2, 1)

@@ -130,20 +130,6 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def load_text(args):
-    """Load the `Corpus` that the flags select. InputError if a text is shorter than a window."""
-    folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
-    corpus = load_corpus(folder)
-    for split in SPLITS:                                # train, valid and test
-        count = len(getattr(corpus, split))
-        if count <= args.context:
-            raise InputError(f"--context {args.context}: the {split} text in "
-                             f"{args.data_dir or folder} has only {count} tokens")
-    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
-                  f"{len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
-    return corpus
-
-
 def train_batches(tokens, args, start, stop, device, rank, world):
     """Yield windows of the text, (b, context + 1) int64 on the device, for each step.
 
@@ -262,7 +248,15 @@ def main():
         return evaluate_only(args, rank, world, device)
 
     # Data.
-    corpus = load_text(args)
+    folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
+    corpus = load_corpus(folder)
+    for split in SPLITS:                                # train, valid and test
+        count = len(getattr(corpus, split))
+        if count <= args.context:
+            raise InputError(f"--context {args.context}: the {split} text in "
+                             f"{args.data_dir or folder} has only {count} tokens")
+    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
+                  f"{len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
     vocab = corpus.vocab
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
 
