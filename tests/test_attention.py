@@ -105,7 +105,7 @@ def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
     n, lambd, how = 5, dict(released=1.5, paper=0.1, admm=0.1)[form], FORMS[form]      # S is not 0
     k, v = k.requires_grad_(), v.requires_grad_()
-    B, H, N, D = k.shape
+    (B, H, N, D), steps = k.shape, []
     mu = N * (H * D if how["mu_dim"] == "model" else D) / (4 * k.abs().sum((-1, -2), keepdim=True))
     tau = lambd * mu if how["threshold"] == "times" else lambd / mu
     L = Y = torch.zeros_like(k)
@@ -115,8 +115,8 @@ def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
         K2 = k - S + how["dual_sign"] * Y / mu
         L = (K2 @ K2.mT / D ** 0.5).softmax(-1) @ v
         Y = Y + mu * (k - L - S)
-    ours = rpc_attention(k, v, n, lambd, **how)
-    assert close(ours, L, atol=1e-12)
+    ours = rpc_attention(k, v, n, lambd, **how, trace=steps)
+    assert close(ours, L, atol=1e-12) and close(steps[-1]["S"], S, atol=1e-12)
     w = torch.randn_like(L)
     for a, b in zip(torch.autograd.grad((ours * w).sum(), (k, v)),
                     torch.autograd.grad((L * w).sum(), (k, v))):
