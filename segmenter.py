@@ -214,7 +214,7 @@ def scores(confusion):
 @torch.no_grad()
 def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0, rank=0, world=1,
              progress=None, **how):
-    """Evaluate a Segmenter on a data set. Returns `scores` and `images`, the number of images.
+    """Evaluate a Segmenter on a data set. Returns `scores`.
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
     0, and 255 is ignored. index: numbers i of the images to use (default: all). change: a function
@@ -241,7 +241,7 @@ def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0
         dist.all_reduce(matrix)
     if not matrix.any():
         raise InputError(f"none of the {len(index)} images has a labelled pixel")
-    return dict(scores(matrix), images=len(index))
+    return scores(matrix)
 
 
 # --- weights from files --------------------------------------------------------------------------

@@ -173,10 +173,7 @@ def train_batches(source, args, start, stop, device, rank, world):
 
 @torch.no_grad()
 def evaluate(model, source, args, device, rank, world):
-    """Return dict(top1, top5, loss, images): accuracies in per cent, mean loss, number of images.
-
-    The processes share the images, and every image counts once.
-    """
+    """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     model.eval()
     mine = torch.arange(rank, len(source.labels), world)    # the images of this process
     pairs = [(part, part) for part in mine.split(256) if len(part)]     # a process may have none
@@ -191,16 +188,13 @@ def evaluate(model, source, args, device, rank, world):
     if world > 1:
         dist.all_reduce(total)
     (top1, top5, loss), n = total.tolist(), len(source.labels)
-    return dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n, images=n)
+    return dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n)
 
 
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, warmup, total, args):
-    """Return the learning rate of a step: linear warm-up from 1e-6, then a cosine to common.MIN_LR.
-
-    The cosine begins at step 0, so the warm-up replaces its first part.
-    """
+    """Return the rate: linear warm-up from 1e-6, which replaces the first part of a cosine."""
     if step < warmup:
         return 1e-6 + (args.lr - 1e-6) * step / warmup
     return common.MIN_LR + (args.lr - common.MIN_LR) * (1 + math.cos(math.pi * (step / total))) / 2
@@ -373,7 +367,7 @@ def main():
         minutes = (time.perf_counter() - began) / 60
         kind = "validation" if keep_best else "test"
         common.print0(f"{args.data} {args.attn}: {kind} accuracy {metrics['top1']:.2f} % "
-                      f"({metrics['images']} images), {minutes:.1f} minutes")
+                      f"({len(val.labels)} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {args.out_dir}")

@@ -220,10 +220,7 @@ def sample(model, vocab, args, device):
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, args):
-    """Return the learning rate of a step: linear warm-up, then a cosine to 0.
-
-    The cosine begins at step 0, so the warm-up replaces its first part.
-    """
+    """Return the rate: linear warm-up, which replaces the first part of a cosine to 0."""
     if step < args.warmup:
         lowest = args.lr / (args.warmup + 1)
         return lowest + (args.lr - lowest) * step / args.warmup

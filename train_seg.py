@@ -198,11 +198,9 @@ def evaluate_only(args, rank, world, device):
             def corrupted(images, numbers):
                 return corrupt(images, kind, severity, seed=args.seed, index=numbers,
                                frost_dir=args.frost_dir)
-            result = evaluate(model, test, size=size, index=index, rank=rank, world=world,
-                              change=None if clean else corrupted, progress=kind,
-                              num_workers=args.num_workers, **views)
-            del result["images"]                        # the row has this number
-            results.append(result)
+            results.append(evaluate(model, test, size=size, index=index, rank=rank, world=world,
+                                    change=None if clean else corrupted, progress=kind,
+                                    num_workers=args.num_workers, **views))
         numbers = results[0] if clean else {k: [r[k] for r in results] for k in results[0]}
         settings = {} if clean else dict(type=kind, severities=args.severities)
         common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
@@ -362,7 +360,7 @@ def main():
     if metrics:                             # the last step was evaluated
         minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
-                      f"({metrics['images']} images), {minutes:.1f} minutes")
+                      f"({len(val)} images), {minutes:.1f} minutes")
     if best:
         common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
     common.print0(f"next: python train_seg.py --eval_only {args.out_dir}",

@@ -203,6 +203,5 @@ def test_two_processes_equal_one(name):
     assert [int(text.split()[-1]) for text in printed] == seeds
     assert len(printed[1].split()) == 1                             # only rank 0 prints
     a, b = log("two", "eval")[steps], log("one", "eval")[steps]
-    assert a.get("images") == b.get("images") == dict(cls=17, lm=None, seg=5)[name]  # odd numbers
     what = dict(cls="loss", lm="perplexity", seg="pixel_accuracy")[name]
     assert a[what] == pytest.approx(b[what], rel=1e-3 if name != "seg" else 0.02)

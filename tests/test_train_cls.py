@@ -38,7 +38,7 @@ def test_the_checkpoint_alone_reproduces_the_accuracy(capsys):
         logits = classifier_from_checkpoint(checkpoint)(test.images.float() / 255)
     right = logits.topk(5).indices == test.labels[:, None]
     assert evaluation == pytest.approx(dict(
-        top1=right[:, 0].sum().item(), top5=right.sum().item(), images=100,
+        top1=right[:, 0].sum().item(), top5=right.sum().item(),
         loss=F.cross_entropy(logits, test.labels).item()), rel=1e-5)
     assert checkpoint["classes"] == test.classes and checkpoint["step"] == 2
     assert "out/shapes_rpc holds a run" in bad("--max_steps 1")
