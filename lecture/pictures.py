@@ -27,13 +27,12 @@ from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
-from robust.metrics import auroc
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predict_classes, segmenter_from_checkpoint
 from studies import arms, kernel_pca, leak, line, probe
 from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
-from studies.where_is_s import first_layer
+from studies.where_is_s import auroc, first_layer
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")

@@ -15,27 +15,14 @@ def mean_corruption_error(errors):
     return 100 * sum(errors[name] / alexnet for name, alexnet in ALEXNET.items()) / len(ALEXNET)
 
 
-def counts(score, positive):
-    """Count true and false positives at or above each distinct score, highest first; float64."""
-    score, order = score.cpu().double().sort(descending=True)             # mps has no float64
-    positive = positive.cpu().double()[order]
-    # Keep one threshold for all examples with equal scores: the position of the last one.
-    last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
-    return positive.cumsum(0)[last], (1 - positive).cumsum(0)[last]
-
-
 def average_precision(score, positive):
     """Return AUPR in [0, 1]: the sum over thresholds of (R_n - R_{n-1}) P_n.
 
     R: recall, P: precision. score: (n,), larger for positive examples. positive: (n,) bool.
     """
-    tp, fp = counts(score, positive)
-    recall = tp / tp[-1]
-    return (torch.diff(recall, prepend=recall.new_zeros(1)) * tp / (tp + fp)).sum().item()
-
-
-def auroc(score, positive):
-    """Return the area under the ROC curve in [0, 1]; a tie counts half. Arguments: as above."""
-    tp, fp = counts(score, positive)
-    zero = tp.new_zeros(1)
-    return torch.trapezoid(torch.cat([zero, tp / tp[-1]]), torch.cat([zero, fp / fp[-1]])).item()
+    score, order = score.cpu().double().sort(descending=True)             # mps has no float64
+    # Keep one threshold for all examples with equal scores: the position of the last one.
+    last = torch.cat([score[1:] != score[:-1], score.new_ones(1, dtype=torch.bool)])
+    tp = positive.cpu().double()[order].cumsum(0)[last]                   # true positives
+    recall, precision = tp / tp[-1], tp / (1 + last.nonzero()[:, 0])
+    return (torch.diff(recall, prepend=recall.new_zeros(1)) * precision).sum().item()

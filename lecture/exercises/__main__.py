@@ -19,9 +19,8 @@ import kpca
 from attention import (FORMS, layer_inputs, penalty, rpc_attention, soft_threshold,
                        softmax_attention)
 from data.shapes import load_shapes
-from robust.metrics import auroc
 from robust.patches import corrupt_patches
-from studies.where_is_s import first_layer, location
+from studies.where_is_s import auroc, first_layer, location
 from vit import classifier_from_checkpoint
 
 FOLDER = Path(__file__).parent
