@@ -3,7 +3,7 @@
     python eval_robust.py --ckpt out/shapes_rpc                  # rendered scenes: minutes on a CPU
     python eval_robust.py --ckpt out/a out/b --out_dir out/ab     # the same images for all models
     python eval_robust.py --ckpt out/a --measures clean pgd cw --eps 1/255 4/255 --steps 40
-    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet   # timm's names
+    python eval_robust.py --ckpt deit_tiny_patch16_224.pth --data_dir data/imagenet   # timm's keys
     python eval_robust.py --model my.py:build --data cifar10 --data_dir data/cifar10   # any model
     torchrun --standalone --nproc_per_node=4 eval_robust.py --ckpt out/imagenet_rpc \\
         --data_dir data/imagenet --corrupted_dir data/imagenet-c --imagenet_a data/imagenet-a
@@ -23,8 +23,8 @@ alone, so the batch size, the number of processes and a second run do not change
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
 normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255. Pixels are not clipped to [0, 1]. The model's own prediction takes the place of the true
-class, so misclassified images are attacked, too.
+0.226/255. Only the attacks in PAPER_CLIPS clip these pixels to [0, 1]. The model's own prediction
+takes the place of the true class, so misclassified images are attacked, too.
 """
 
 import base64
@@ -63,8 +63,8 @@ from robust.frost import load_frost
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 # The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
-# An attack whose line has eps, a number or None, runs once; every other attack runs for each budget
-# of --eps. All are partials, because `plan` reads their keywords.
+# An attack whose settings have eps, a number or None, runs once; every other attack runs for each
+# budget of --eps. All are partials, because `plan` reads their keywords.
 ATTACKS = {
     "noise": partial(noise, eps=0.068),                   # U(-eps, eps)
     "fgsm": partial(fgsm),
@@ -124,11 +124,11 @@ def get_args(words=None):
          "folder that contains val/ with all or some classes")
     flag("--image_size", type=int, help="pixels per side for --model (default: 32 on shapes and "
          "cifar10, else 224)")
-    flag("--corrupted_dir", help="folder of corrupted images, which are not made then: "
+    flag("--corrupted_dir", help="read corrupted images from this folder, and make none: "
          "<type>/<severity>/<class>/*.JPEG, as ImageNet-C")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", help=f"also measure {name} on the images in this folder, "
-             "<class>/* for some of ImageNet's classes")
+        flag(f"--{name}", metavar="DIR", help=f"folder of {name}, <class>/* for some of ImageNet's "
+             "classes; a default measure if given")
     flag("--frost_dir", help="folder of ImageNet-C's photographs frost1.png to frost5.jpg "
          "(default: synthetic frost)")
     flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5), default=[1, 2, 3, 4, 5],
@@ -242,36 +242,36 @@ def load_data(args, models):
             pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
         args.batch_size = max(1, pixels // first.size ** 2)
 
-    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=args.device)
+    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=args.device)  # two images
     for m in models:
         with torch.no_grad():
             logits = m.net(ramp.view(2, 3, first.size, first.size)).float().cpu()
         check_logits(logits)                              # InputError for probabilities
         counts.append(logits.shape[1])
-        if "build" in m.about["model_config"]:            # what it computes: it may import files
+        if "build" in m.about["model_config"]:            # imported code can change the answer
             answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
             m.about["model_config"]["answer"] = f"{answer.item():.4g}"
 
     # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
     # if only ImageNet-A and -R are measured.
-    all_1000 = args.data == "imagenet" and counts[0] == len(IMAGENET)
-    names = first.classes or (IMAGENET if all_1000 else None)
-    if all_1000 and not args.data_dir:                    # an empty data set
+    has_1000 = args.data == "imagenet" and counts[0] == len(IMAGENET)
+    names = first.classes or (IMAGENET if has_1000 else None)
+    if has_1000 and not args.data_dir:                    # an empty data set
         data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
     elif args.data == "imagenet":
-        data = ImageTree(args.data_dir, "val", names, first.size, subset=all_1000)
+        data = ImageTree(args.data_dir, "val", names, first.size, subset=has_1000)
     else:
-        seen = {name for m in models for name in m.seen}  # photos of the training do not count
+        seen = {mark for m in models for mark in m.seen}  # photos of the training are left out
         crop = DATASETS[first.trained.get("data", args.data)].crop
         flags = first.trained | dict(data=args.data, data_dir=args.data_dir, image_size=first.size,
                                      classes=names, seen=seen, crop=crop)
         data = load_part("all" if args.data == "folder" else "test", flags, args.device)
     for m, count in zip(models, counts):
         path = m.about["checkpoint"]
-        if count != len(data.classes) or m.classes and m.classes != list(data.classes):
+        if count != len(data.classes) or m.classes not in ([], list(data.classes)):
             raise InputError(f"{path} has {count} classes {m.classes[:3]}, --data {args.data} "
                              f"has {len(data.classes)} {list(data.classes)[:3]}; expected the same")
-        if not m.classes and not all_1000:
+        if not m.classes and not has_1000:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(data.classes))
             print0(f"{path} has no class names. Its logits are taken in this order: {order}")
     return data
@@ -296,8 +296,8 @@ def batches(data, index, args, label=""):
     """Load this process's share of the images in batches on the device.
 
     index: (n,) numbers of images in the data set. label: text of the progress bar.
-    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers (b,) of the images, and place (b,):
-    the positions of these numbers in index, which are the rows of the results.
+    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[place] (b,), and place (b,),
+    the rows of the results that belong to the batch.
     """
     device = args.device
     share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
@@ -307,7 +307,7 @@ def batches(data, index, args, label=""):
         parts = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in parts)
     else:
-        pairs = ((part, part) for part in parts)                      # to return, to load
+        pairs = ((part, part) for part in parts)                      # position = index
         loaded = image_batches(data, pairs, args.num_workers, device)
     for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
@@ -464,7 +464,7 @@ def outliers(m, tree, index, args, val):
     """Measure the AUPR with which low confidence separates ImageNet-O from images of val/.
 
     The confidence is the largest probability among ImageNet-O's classes. The images of val/ belong
-    to these classes; the field `inside` is their number. chance: the AUPR of a random guess.
+    to these classes; inside: the number of these images. chance: the AUPR of a random guess.
     """
     columns = tree.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
@@ -488,7 +488,7 @@ KEY = (*MODEL, "data", "fingerprint", "name", "settings", "seed", "images")
 def row_key(row, fields=KEY):
     """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
     text = json.dumps([row.get(name) for name in fields], sort_keys=True)
-    return text.replace("Infinity", '"inf"')              # as in a stored row
+    return text.replace("Infinity", '"inf"')              # rows store infinity so
 
 
 def measure_text(name, settings):
@@ -510,15 +510,15 @@ def mean_rows(rows):
     """Yield one row per model with all 15 types of ImageNet-C: the mean over these types.
 
     On ImageNet at all five severities, the row also has mce, the mean error relative to AlexNet,
-    which has 100 %. There is no mean if a type has several rows, for example of other copies.
+    which has 100 %. There is no mean if a type has several rows, as from two --corrupted_dir.
     """
     groups = {}                                           # {key without the type: {type: rows}}
     for row in rows:
         if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
             shared = row["settings"] | dict(type="mean")
             shared.pop("frost", None)
-            if "released" in shared:                      # the fingerprint of the type's copies in
-                shared["released"] = True                 # --corrupted_dir differs per type
+            if "released" in shared:                      # a fingerprint, which differs per type
+                shared["released"] = True
             mean_row = row | dict(settings=shared)
             types = groups.setdefault(row_key(mean_row), {})
             types.setdefault(row["settings"]["type"], []).append(mean_row)
@@ -542,8 +542,8 @@ def worst_cases(rows):
     """
     groups = {}                                           # {key without the attack: rows}
     for row in rows:
-        attack = ATTACKS.get(row["name"])                 # noise, sld and cw have their own budget
-        if attack and "eps" not in attack.keywords:
+        attack = ATTACKS.get(row["name"])
+        if attack and "eps" not in attack.keywords:       # noise, sld and cw have their own budget
             shared = {k: row["settings"][k] for k in ("eps", "conditions") if k in row["settings"]}
             worst = row | dict(name="worst", settings=shared, images=None)    # any number of images
             groups.setdefault(row_key(worst), []).append(row)
@@ -569,7 +569,7 @@ def rows_table(rows):
     names = [row["model"] for row in columns.values()]
     header = [f"{row['model']}, {row['checkpoint']}" if names.count(row["model"]) > 1
               else row["model"] for row in columns.values()]
-    several = len({(row["data"], row["seed"]) for row in rows}) > 1     # then a line names them
+    several = len({(row["data"], row["seed"]) for row in rows}) > 1     # then lines name both
     lines = {}                              # {(measure, images, fingerprint): {model: cell}}
     for row in rows:
         shown = ("top1", "top5", "aupr", "mce") if row["data"] == "imagenet" else ("top1",)
@@ -579,7 +579,7 @@ def rows_table(rows):
             key = f"{text}, {field}", row["images"], row.get("fingerprint")
             line = lines.setdefault(key, {})
             line[row_key(row, MODEL)] = f"{np.mean(row[field]):.2f}"
-    alike = Counter(key[:2] for key in lines)             # lines that differ in their fingerprint
+    alike = Counter(key[:2] for key in lines)             # above 1: only fingerprints differ
     body = [[f"{text}, data {fingerprint}" if alike[text, images] > 1 else text, images,
              *(cells.get(model, "") for model in columns)]
             for (text, images, fingerprint), cells in lines.items()]
@@ -600,11 +600,11 @@ def plan(args, data, size):
         elif name == "corruptions" or name in CORRUPTIONS:
             for kind in NAMES if name == "corruptions" else [name]:     # NAMES: ImageNet-C's 15
                 settings = dict(type=kind, severities=args.severities)
-                if args.corrupted_dir:                    # other files are another row
+                if args.corrupted_dir:                    # row_key depends on the files
                     folders = [open_folder(Path(args.corrupted_dir, kind, str(severity)),
                                            data.classes, size) for severity in args.severities]
                     settings["released"] = "".join(fingerprint(folder)[:8] for folder in folders)
-                elif kind == "frost" and args.frost_dir:  # other photographs are another row
+                elif kind == "frost" and args.frost_dir:  # and on the photographs
                     pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
                     settings["frost"] = f"{zlib.crc32(pixels):08x}"
                 yield "corruptions", settings, data, partial(corrupted, settings=settings)
@@ -673,8 +673,8 @@ def main():
             wanted.append(rows[key])
     fewest = min(row["images"] for row in wanted)
     print0(f"\n{rows_table(wanted)}\n\n"
-           f"The numbers of {path} are in per cent. Compare numbers of one line only. An accuracy "
-           f"of 50 % on {fewest} images has a 95 % interval of ±{98 / fewest ** 0.5:.0f} points. "
+           f"The rows are in {path}. Compare numbers of one line only. An accuracy of 50 % on "
+           f"{fewest} images has a 95 % interval of ±{1.96 * 50 / fewest ** 0.5:.0f} points. "
            f"One network per variant is not enough to rank variants: train several seeds.")
 
 

@@ -69,9 +69,9 @@ def get_args():
     flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
          "layer 0 is the first (default: 0)")
     flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
-         "paper takes 4 to 6 in layer 0, and 2 in all layers (default: 4)")
-    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper takes 4 in layer 0, and "
-         "3 in all layers; with inf S stays 0 (default: 4)")
+         "paper: 4 to 6 with --rpc_layers 0, and 2 with all (default: 4)")
+    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper: 4 with --rpc_layers 0, "
+         "and 3 with all; inf keeps S at 0 (default: 4)")
     flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
          "printed paper, or as in the paper with ADMM's sign (default: released)")
     flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
@@ -79,7 +79,7 @@ def get_args():
     flag("--init", choices=["default", "trunc_normal"], help="initial weights of Linear layers, as "
          "in PyTorch or as in DeiT (default: default; for a FAN trunc_normal)")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
-         "--patch_size; a head for other classes is new")
+         "--patch_size; with another number of classes, the head is new")
 
     flag = p.add_argument_group("training").add_argument
     flag("--epochs", type=int, help="length of the training and of its schedule (default for your "
@@ -93,7 +93,7 @@ def get_args():
          "adversarial images, whose pixels change by up to this, for example 2/255")
     flag("--adv_steps", type=int, default=3, help="PGD steps per adversarial image (default: 3)")
 
-    flag = p.add_argument_group("augmentation, of which the default is none").add_argument
+    flag = p.add_argument_group("augmentation").add_argument
     flag("--pad", type=int, default=0, help="shift images by up to this many pixels")
     flag("--num_ops", type=int, default=0, help="apply this many RandAugment operations")
     flag("--erase", type=float, default=0.0, help="erase a rectangle with this probability")
@@ -126,7 +126,7 @@ def load_batches(source, pairs, args, device):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
     source: a Split, which holds all images on the device, or a Dataset, whose files are decoded by
-    worker processes. pairs: (position, index), see data/rng.py.
+    worker processes. pairs: (position in the whole run, index of the image).
     """
     if isinstance(source, Split):
         for position, index in pairs:
@@ -230,7 +230,7 @@ def main():
     train, val = load_data(args, device)
     keep_best = args.data == "folder" or args.holdout > 0
     common.check_batch_size(args.batch_size, world, len(train.labels))
-    if args.mixup or args.cutmix:                       # in all batches as in the first `repeats`
+    if args.mixup or args.cutmix:                       # `repeats` batches show every pattern
         for _, index in batch_pairs(len(train.labels), args.batch_size, 0, args.repeats, args.seed,
                                     rank, world, args.repeats):
             if (index == index.roll(1)).any():
@@ -293,7 +293,7 @@ def main():
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     began = clock = time.perf_counter()
-    pending = []                                # numbers of the steps that are not yet logged
+    pending = []                                # loss and norm of each step not yet logged
     for step in progress:
         lr = learning_rate(step, warmup, total, args)
         for group in optimizer.param_groups:
@@ -356,14 +356,14 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])     # your own images: never tested
+                         seen=[*train.hashes, *val.hashes])     # eval_robust.py leaves these out
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    if metrics:                             # the last step was evaluated
+    if metrics:                             # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
         kind = "validation" if keep_best else "test"
         common.print0(f"{args.data} {args.attn}: {kind} accuracy {metrics['top1']:.2f} % "

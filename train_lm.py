@@ -77,9 +77,9 @@ def get_args():
     flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
          "layer 0 is the first (default: 0)")
     flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
-         "paper takes 4 to 6 in layer 0, and 2 in all layers (default: 4)")
-    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper takes 4 in layer 0, and "
-         "3 in all layers; with inf S stays 0 (default: 4)")
+         "paper: 4 to 6 with --rpc_layers 0, and 2 with all (default: 4)")
+    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper: 4 with --rpc_layers 0, "
+         "and 3 with all; inf keeps S at 0 (default: 4)")
     flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
          "printed paper, or as in the paper with ADMM's sign (default: released)")
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
@@ -304,7 +304,7 @@ def main():
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     began = clock = time.perf_counter()
-    pending = []                                # numbers of the steps that are not yet logged
+    pending = []                                # loss and norm of each step not yet logged
     for step in progress:
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
