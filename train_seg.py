@@ -227,8 +227,6 @@ def main():
     keep_best = args.data == "folder"
     args.window = args.window or args.size
     args.stride = args.stride or args.window
-    evaluation = dict(size=args.size, window=args.window, stride=args.stride, amp=amp,
-                      num_workers=args.num_workers)                 # for `evaluate`, `predictions`
     train, val = load_segmentation(args, ["train", "val" if keep_best else "test"])
     split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
@@ -336,7 +334,8 @@ def main():
         # each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
-            metrics = evaluate(model, val, **evaluation, rank=rank, world=world,
+            metrics = evaluate(model, val, size=args.size, window=args.window, stride=args.stride,
+                               amp=amp, num_workers=args.num_workers, rank=rank, world=world,
                                progress="evaluating")
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
                                         **key_statistics(model, images[:8])))
@@ -357,7 +356,7 @@ def main():
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    if metrics:                             # the last step was evaluated
+    if metrics:                             # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
                       f"({len(val)} images), {minutes:.1f} minutes")
