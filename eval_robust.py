@@ -53,7 +53,7 @@ from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
-from fan import fan_from_checkpoint
+from fan import FAN, FANConfig
 from robust import metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import check_logits, cw, fgsm, noise, pgd, restarted, sld, spsa
@@ -150,18 +150,6 @@ def get_args(words=None):
 
 # --- models ---------------------------------------------------------------------------------------
 
-def build_model(path):
-    """Call the function of --model FILE.py:BUILD, which returns an nn.Module from pixels to logits.
-
-    The file's folder joins sys.path, so `import sibling` works in the file.
-    """
-    file, _, function = path.partition(":")
-    sys.path.insert(0, str(Path(file).resolve().parent))
-    build = runpy.run_path(file)[function]
-    torch.manual_seed(0)                                  # the same weights on every process
-    return build()
-
-
 def kind_of(config):
     """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
     kind = getattr(config, "family", "") + config.attn    # the family of a FAN is "fan "
@@ -191,22 +179,24 @@ def load_model(path, size, device):
     """
     checkpoint, trained = {}, {}
     if ".py:" in str(path):
-        net, name = build_model(path), path
-        code = zlib.crc32(Path(path.partition(":")[0]).read_bytes())
+        file, _, function = path.partition(":")
+        sys.path.insert(0, str(Path(file).resolve().parent))    # so `import sibling` works in it
+        build = runpy.run_path(file)[function]
+        torch.manual_seed(0)                              # the same weights on every process
+        net, name, code = build(), path, zlib.crc32(Path(file).read_bytes())
         config = dict(build=path, code=f"{code:08x}")     # an edited file is another model
     else:
         checkpoint = common.load(path)
         if checkpoint.get("task", "classification") != "classification":
             raise InputError(f"--ckpt {path} is for {checkpoint['task']}; evaluate it by "
                              f"train_seg.py or train_lm.py --eval_only")
+        trained = checkpoint["args"] if "task" in checkpoint else {}
         if checkpoint.get("architecture") == "fan":
-            net, trained = fan_from_checkpoint(checkpoint), checkpoint["args"]
-        elif "task" in checkpoint:
-            net, trained = classifier_from_checkpoint(checkpoint), checkpoint["args"]
+            net = classifier_from_checkpoint(checkpoint, FAN, FANConfig)
         else:
-            net = load_timm(checkpoint)
-        name = kind_of(net.config) + (f", seed {trained['seed']}" if trained
-                                      else f", {Path(path).stem}")
+            net = classifier_from_checkpoint(checkpoint) if trained else load_timm(checkpoint)
+        run = f"seed {trained['seed']}" if trained else Path(path).stem
+        name = f"{kind_of(net.config)}, {run}"
         # The settings that are not ViTConfig's defaults.
         usual = vars(ViTConfig()) | ViTConfig().pap
         config = {k: v for k, v in (vars(net.config) | net.config.pap).items()

@@ -186,10 +186,3 @@ class FAN(ViT):
         for block in self.cls_attn_blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])                    # the head reads the class token
-
-
-def fan_from_checkpoint(checkpoint):
-    """Rebuild the FAN from a checkpoint of train_cls.py, in eval mode."""
-    model = FAN(FANConfig(**checkpoint["model_config"]))
-    model.load_state_dict(checkpoint["model"])
-    return model.eval()

@@ -31,7 +31,6 @@ numbers are float64.
 """
 
 import math
-from fractions import Fraction
 from typing import NamedTuple
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -264,11 +263,6 @@ def pcp(M, tol=1e-7, max_iter=1000):
 
 
 # --- python kpca.py -------------------------------------------------------------------------------
-
-def by_hand(text):
-    """Convert a text of numbers, such as "2/27 0.5", to a float64 tensor."""
-    return torch.tensor([float(Fraction(number)) for number in text.split()], dtype=torch.float64)
-
 
 def hand_example():
     """Yield (name, numbers by hand, computed numbers) for four keys on the axes of a plane."""

@@ -12,8 +12,7 @@ Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
 - The learning rate follows a schedule. In the released code, the schedule is commented out.
 - Mixed precision uses bf16 instead of fp16.
-- Mixup and CutMix mix an image with the one before it in its process's part of the batch, and all
-  processes use the same lambda. The released code mixes the batch with the reversed batch.
+- Mixup and CutMix mix neighbours of a batch. The released code mixes the batch with its reverse.
 
 A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several processes.
 """
@@ -203,10 +202,8 @@ def learning_rate(step, warmup, total, args):
 def load_weights(model, path):
     """Load the weights of a classifier into the model, to train them further."""
     checkpoint, own, c = common.load(path), model.state_dict(), model.config
-    if "task" in checkpoint:                            # our checkpoint
-        weights = checkpoint["model"]
-    else:                                               # a file of DeiT, timm or the released code
-        weights = load_timm(checkpoint).state_dict()
+    ours = "task" in checkpoint                         # else of DeiT, timm or the released code
+    weights = checkpoint["model"] if ours else load_timm(checkpoint).state_dict()
     if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # not a FAN
         side = c.image_size // c.patch_size                 # interpolate to another image size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
@@ -285,7 +282,6 @@ def main():
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     log = common.start_log(args, first, model, device, training_images=len(train.labels))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.

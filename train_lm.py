@@ -295,7 +295,6 @@ def main():
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     log = common.start_log(args, first, model, device, train_tokens=len(corpus.train),
                            vocab_size=len(vocab))
 

@@ -282,7 +282,6 @@ def main():
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    # The log has one JSON object per line. A resumed run keeps the rows up to step `first`.
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
@@ -296,7 +295,6 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch.
         images, labels = next(batches)
 
         # Forward and backward. The loss is the mean over the labelled pixels of all processes. The

@@ -190,9 +190,9 @@ def resize_pos_embed(pos_embed, grid, mode):
 
 # --- weights from files ---------------------------------------------------------------------------
 
-def classifier_from_checkpoint(checkpoint):
-    """Rebuild the ViT from a checkpoint of train_cls.py, in eval mode. For a FAN: see fan.py."""
-    model = ViT(ViTConfig(**checkpoint["model_config"]))
+def classifier_from_checkpoint(checkpoint, Model=ViT, Config=ViTConfig):
+    """Rebuild the network of train_cls.py, in eval mode. Model, Config: for a FAN its classes."""
+    model = Model(Config(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
 

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from data.rng import PATCH_PLACES, PATCH_VALUES, normal, uniform
 from robust.attacks import cross_entropy, input_gradient
 
-KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
-
 
 @torch.no_grad()
 def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):

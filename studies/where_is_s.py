@@ -31,9 +31,10 @@ from attention import layer_inputs, rpc_attention
 from eval_robust import kind_of
 from studies import probe
 from studies.stats import scipy_stats, spread
-from robust.patches import KINDS, corrupt_patches
+from robust.patches import corrupt_patches
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
+KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
 
 
 # --- scores of tokens -----------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import common
 import eval_robust
 import train_cls
 from attention import SelfAttention
-from fan import FAN, FAN_SIZES, FANConfig, fan_from_checkpoint
+from fan import FAN, FAN_SIZES, FANConfig
 from runs import call, log
+from vit import classifier_from_checkpoint
 
 SMALL = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 PAP = dict(n_iter=3, lambd=0.2)
@@ -209,7 +210,7 @@ def test_resumed_fan_run_is_bit_identical(tiny):
 def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
-    model = fan_from_checkpoint(common.load("rpc"))
+    model = classifier_from_checkpoint(common.load("rpc"), FAN, FANConfig)
     config = model.config
     assert config.attn == "rpc" and model.cls_attn_blocks[0].attn.q is None     # symmetric
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
