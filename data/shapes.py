@@ -10,7 +10,7 @@ import math
 import torch
 
 from common import bar
-from data.images import Split, constant
+from data.images import Split
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
@@ -31,11 +31,6 @@ def flower(x, y):
     return torch.hypot(x, y - 0.58) - 0.4
 
 
-def heart(x, y):
-    tip = (x.abs() + (y + 0.1).abs()) * 0.71 - 0.55
-    return torch.minimum(tip, torch.hypot(x.abs() - 0.39, y - 0.29) - 0.55)
-
-
 def star(x, y):
     x, y = fold(x, y, 5)
     return 0.92 * x + 0.39 * (y - 1)                # the line from a tip to the next inner corner
@@ -49,7 +44,8 @@ SHAPES = {
                                            0.75 - torch.hypot(x - 0.45, y)),
     "cross": lambda x, y: torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27)),
     "flower": flower,
-    "heart": heart,
+    "heart": lambda x, y: torch.minimum((x.abs() + (y + 0.1).abs()) * 0.71,         # tip, two discs
+                                        torch.hypot(x.abs() - 0.39, y - 0.29)) - 0.55,
     "ring": lambda x, y: (torch.hypot(x, y) - 0.68).abs() - 0.24,
     "square": lambda x, y: box(x, y, 0.75, 0.75),
     "star": star,
@@ -78,9 +74,10 @@ def apply_each(functions, which, x, y):
 def colour(hue, saturation, luminance):
     """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1]."""
     hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]  # (B, 1, ..)
-    rgb = ((hue * 6 + constant((0, 4, 2), hue.device).view(3, 1, 1)) % 6 - 3).abs() - 1
+    turn, weight = torch.tensor([[0, 4, 2], [0.3, 0.59, 0.11]], device=hue.device)[..., None, None]
+    rgb = ((hue * 6 + turn) % 6 - 3).abs() - 1
     rgb = rgb.clamp(0, 1)
-    grey = (rgb * constant((0.3, 0.59, 0.11), hue.device).view(3, 1, 1)).sum(1, keepdim=True)
+    grey = (rgb * weight).sum(1, keepdim=True)
     darker = rgb * luminance / grey
     lighter = 1 - (1 - rgb) * (1 - luminance) / (1 - grey)
     return torch.lerp(luminance, torch.where(luminance < grey, darker, lighter), saturation)
