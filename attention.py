@@ -12,7 +12,7 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     h       (Eq. 3)     h                (B, H, N, D)       A v
     K, L, S (Eq. 14)    k, L, S          (B, H, N, D)       keys = low-rank part + sparse part
     Y       (Alg. 1)    Z = Y/mu         (B, H, N, D)       scaled dual variable, used instead of Y
-    mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, c / mean|k|
+    mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, see below
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
     S       (Eq. 12)    s                (H, N, N)          scaling, v - S v; not the S above
@@ -184,7 +184,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
         Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                               # line 4 of the last step, with dropout
+    if dropout_p:                               # again with dropout, which trace does not see
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
@@ -235,8 +235,8 @@ ATTENTIONS = {
     "scaled_s": (True, ScaledAttention),
     "scaled_alpha": (True, ScaledAlphaAttention),
 }
-# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). For --attn, a name
-# that is in both tables means the pattern.
+# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). For --attn,
+# rpc and rpc_asym mean these patterns.
 LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
                   "sym_asym": ("rpc", "softmax")}           # symmetric RPC, asymmetric softmax
 
@@ -302,7 +302,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.project(x)                                       # (B, H, N, D)
         attend = ATTENTIONS[self.attn][1] if self.learned is None else self.learned
         h = attend(q, k, v, self)                                       # (B, H, N, D)
-        if h.shape != v.shape:                  # x + h of the caller would broadcast (B, H, 1, D)
+        if h.shape != v.shape:                  # (B, H, 1, D) would broadcast in the caller
             raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, expected (B, H, N, D) "
                              f"= {tuple(v.shape)}")
         return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)

@@ -23,7 +23,7 @@ alone, so the batch size, the number of processes and a second run do not change
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
 normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255. Only the attacks in PAPER_CLIPS clip these pixels to [0, 1]. The model's own prediction
+0.226/255. Only PAPER_CLIPS clip the normalised pixels to [0, 1]. The model's own prediction
 takes the place of the true class, so misclassified images are attacked, too.
 """
 
@@ -63,8 +63,8 @@ from robust.frost import load_frost
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 # The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
-# An attack whose settings have eps, a number or None, runs once; every other attack runs for each
-# budget of --eps. All are partials, because `plan` reads their keywords.
+# An attack with eps in its settings (None: no budget) runs once and ignores --eps; every other
+# attack runs for each budget of --eps. All are partials, because `plan` reads their keywords.
 ATTACKS = {
     "noise": partial(noise, eps=0.068),                   # U(-eps, eps)
     "fgsm": partial(fgsm),
@@ -88,7 +88,7 @@ PAPER = dict(noise=dict(eps=0.3), sld=dict(rescale=True), cw=dict(confidence=10.
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
-# Images per measure without --limit. With --data shapes, so that it takes minutes on a CPU:
+# Images per measure without --limit. With --data shapes few, so that a CPU needs only minutes:
 SCENE_LIMITS = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
                     sld=160, spsa=20, cw=40)
 # With other data all images, except in slow attacks:
@@ -173,7 +173,7 @@ class Model(NamedTuple):
 
 
 def load_model(path, size, device):
-    """Load a checkpoint of train_cls.py, a file with timm's names, or FILE.py:BUILD: a Model.
+    """Return the Model of a checkpoint, ours or with timm's names, or of FILE.py:BUILD.
 
     size: the pixels per side of the images of FILE.py:BUILD.
     """
@@ -238,7 +238,7 @@ def load_data(args, models):
             logits = m.net(ramp.view(2, 3, first.size, first.size)).float().cpu()
         check_logits(logits)                              # InputError for probabilities
         counts.append(logits.shape[1])
-        if "build" in m.about["model_config"]:            # imported code can change the answer
+        if "build" in m.about["model_config"]:            # `code` does not cover imported files
             answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
             m.about["model_config"]["answer"] = f"{answer.item():.4g}"
 
@@ -251,8 +251,8 @@ def load_data(args, models):
     elif args.data == "imagenet":
         data = ImageTree(args.data_dir, "val", names, first.size, subset=has_1000)
     else:
-        seen = {mark for m in models for mark in m.seen}  # photos of the training are left out
-        crop = DATASETS[first.trained.get("data", args.data)].crop
+        seen = {mark for m in models for mark in m.seen}  # your training photos are left out
+        crop = DATASETS[first.trained.get("data", args.data)].crop      # as in the training
         flags = first.trained | dict(data=args.data, data_dir=args.data_dir, image_size=first.size,
                                      classes=names, seen=seen, crop=crop)
         data = load_part("all" if args.data == "folder" else "test", flags, args.device)
@@ -286,8 +286,8 @@ def batches(data, index, args, label=""):
     """Load this process's share of the images in batches on the device.
 
     index: (n,) numbers of images in the data set. label: text of the progress bar.
-    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[place] (b,), and place (b,),
-    the rows of the results that belong to the batch.
+    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[place] (b,), and place (b,):
+    the rows of index, and of the results, that belong to the batch.
     """
     device = args.device
     share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
@@ -297,7 +297,7 @@ def batches(data, index, args, label=""):
         parts = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in parts)
     else:
-        pairs = ((part, part) for part in parts)                      # position = index
+        pairs = ((part, part) for part in parts)          # the first comes back as `numbers`
         loaded = image_batches(data, pairs, args.num_workers, device)
     for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
@@ -381,7 +381,7 @@ def corrupted(m, data, index, args, settings):
 
 
 class Normalized(torch.nn.Module):
-    """A network of normalised images z = (x - mean) / std, as the paper's code attacks it."""
+    """Let a network take normalised images z = (x - mean) / std, as in the paper's code."""
 
     def __init__(self, net):
         super().__init__()
@@ -394,8 +394,8 @@ class Normalized(torch.nn.Module):
 def attack_as_paper(net, x, attack, clip, index):
     """Attack under the conditions of --preset paper; return the attacked pixels.
 
-    The attack changes normalised images z, clipped to [0, 1] or not at all. The class to leave is
-    the network's own prediction for z. net: a ViT or FAN, which has .mean and .std.
+    The attack changes normalised images z, clipped to [0, 1] or not at all. The label that it
+    attacks is the network's prediction for z. net: a ViT or FAN, which has .mean and .std.
     """
     normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
     z = z.clamp(0, 1) if clip else z
@@ -426,7 +426,7 @@ def attacked(m, data, index, args, name, attack):
 
     moved = all_sum(moved)
     changed = moved[moved[:, 0] > 0]                      # maxima, median and mean over these
-    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)    # or a row of zeros
+    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)    # none: zeros
     return outcome(all_sum(hits), len(data.classes)) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
@@ -453,8 +453,8 @@ def folder_accuracy(m, tree, index, args):
 def outliers(m, tree, index, args, val):
     """Measure the AUPR with which low confidence separates ImageNet-O from images of val/.
 
-    The confidence is the largest probability among ImageNet-O's classes. The images of val/ belong
-    to these classes; inside: the number of these images. chance: the AUPR of a random guess.
+    The confidence is the largest probability among ImageNet-O's classes. Of val/, only
+    images of these classes are used; inside: their number. chance: the AUPR of a random guess.
     """
     columns = tree.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
@@ -478,7 +478,7 @@ KEY = (*MODEL, "data", "fingerprint", "name", "settings", "seed", "images")
 def row_key(row, fields=KEY):
     """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
     text = json.dumps([row.get(name) for name in fields], sort_keys=True)
-    return text.replace("Infinity", '"inf"')              # rows store infinity so
+    return text.replace("Infinity", '"inf"')              # as in results.jsonl
 
 
 def measure_text(name, settings):
@@ -569,7 +569,7 @@ def rows_table(rows):
             key = f"{text}, {field}", row["images"], row.get("fingerprint")
             line = lines.setdefault(key, {})
             line[row_key(row, MODEL)] = f"{np.mean(row[field]):.2f}"
-    alike = Counter(key[:2] for key in lines)             # above 1: only fingerprints differ
+    alike = Counter(key[:2] for key in lines)             # above 1: name the fingerprint
     body = [[f"{text}, data {fingerprint}" if alike[text, images] > 1 else text, images,
              *(cells.get(model, "") for model in columns)]
             for (text, images, fingerprint), cells in lines.items()]
@@ -590,11 +590,11 @@ def plan(args, data, size):
         elif name == "corruptions" or name in CORRUPTIONS:
             for kind in NAMES if name == "corruptions" else [name]:     # NAMES: ImageNet-C's 15
                 settings = dict(type=kind, severities=args.severities)
-                if args.corrupted_dir:                    # row_key depends on the files
+                if args.corrupted_dir:                    # row_key must see the files
                     folders = [open_folder(Path(args.corrupted_dir, kind, str(severity)),
                                            data.classes, size) for severity in args.severities]
                     settings["released"] = "".join(fingerprint(folder)[:8] for folder in folders)
-                elif kind == "frost" and args.frost_dir:  # and on the photographs
+                elif kind == "frost" and args.frost_dir:  # or the photographs
                     pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
                     settings["frost"] = f"{zlib.crc32(pixels):08x}"
                 yield "corruptions", settings, data, partial(corrupted, settings=settings)

@@ -44,7 +44,7 @@ from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
-    # The recipe of --data, in data/datasets.py, gives or replaces defaults of all groups.
+    # A recipe in data/datasets.py overrides the defaults of these help texts.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other flags "
          "(default: folder, your own images, if --data_dir is given, else shapes)")
@@ -162,7 +162,7 @@ def train_batches(source, args, start, stop, device, rank, world):
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):
-            if args.mixup or args.cutmix:               # (seed, step) determines lambda
+            if args.mixup or args.cutmix:               # (seed, step) sets the weights
                 step = position[0].item() // args.batch_size
                 x, y = mix(x, y, args.seed, step, args.mixup, args.cutmix)
             yield x, y, position
@@ -204,7 +204,7 @@ def load_weights(model, path):
     checkpoint, own, c = common.load(path), model.state_dict(), model.config
     ours = "task" in checkpoint                         # else of DeiT, timm or the released code
     weights = checkpoint["model"] if ours else load_timm(checkpoint).state_dict()
-    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # not a FAN
+    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # ViT only
         side = c.image_size // c.patch_size                 # interpolate to another image size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
     if len(weights["head.weight"]) != c.num_classes:
@@ -227,7 +227,7 @@ def main():
     train, val = load_data(args, device)
     keep_best = args.data == "folder" or args.holdout > 0
     common.check_batch_size(args.batch_size, world, len(train.labels))
-    if args.mixup or args.cutmix:                       # `repeats` batches show every pattern
+    if args.mixup or args.cutmix:                       # after `repeats` batches, copies realign
         for _, index in batch_pairs(len(train.labels), args.batch_size, 0, args.repeats, args.seed,
                                     rank, world, args.repeats):
             if (index == index.roll(1)).any():
@@ -343,7 +343,7 @@ def main():
                                         **key_statistics(model, images[:32])))
             common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}")
 
-        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
+        # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
             better = keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
             if better:
@@ -352,14 +352,14 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])     # eval_robust.py leaves these out
+                         seen=[*train.hashes, *val.hashes])     # own photos: never tested
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
         if logging:
             clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
 
-    if metrics:                             # of the last step, or of a finished run
+    if metrics:                             # of the last step or the checkpoint
         minutes = (time.perf_counter() - began) / 60
         kind = "validation" if keep_best else "test"
         common.print0(f"{args.data} {args.attn}: {kind} accuracy {metrics['top1']:.2f} % "

@@ -347,7 +347,7 @@ def main():
             common.print0(f"step {done:6d}  valid perplexity {metrics['perplexity']:.2f}  "
                           + textwrap.shorten(text, 80))
 
-        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
+        # Save. A resumed run repeats what came after the last save.
         if evaluating and rank == 0:
             better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:

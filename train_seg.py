@@ -339,7 +339,7 @@ def main():
                                         **key_statistics(model, images[:8])))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
-        # Save. A run that is killed before this line repeats the evaluation when it is resumed.
+        # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
             better = keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
