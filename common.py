@@ -146,9 +146,10 @@ def use_bf16(wanted, device):
 
 def check_batch_size(batch_size, world, n=math.inf):
     """Raise InputError unless the processes can share a batch evenly, and n images fill a batch."""
-    if batch_size % world or batch_size > n:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes, "
-                         f"and at most {n}, the number of training images")
+    if batch_size % world:
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes")
+    if batch_size > n:
+        raise InputError(f"--batch_size {batch_size}: there are only {n} training images")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------

@@ -23,8 +23,8 @@ alone, so the batch size, the number of processes and a second run do not change
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
 normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255. Only PAPER_CLIPS clip the normalised pixels to [0, 1]. The model's own prediction
-takes the place of the true class, so misclassified images are attacked, too.
+0.226/255. Only the attacks of PAPER_CLIPS clip the normalised pixels to [0, 1]. The model's own
+prediction takes the place of the true class, so misclassified images are attacked, too.
 """
 
 import base64

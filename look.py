@@ -40,6 +40,7 @@ MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [1
 
 
 def get_args():
+    """Parse the flags."""
     p = common.new_parser(__doc__)
     p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
                    "train_cls.py or train_seg.py, a file or a folder (default: %(default)s)")

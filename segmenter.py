@@ -264,7 +264,8 @@ def load_encoder(model, path):
     own, there = ({name: getattr(c, name) for name in ("attn", "rpc_layers", "pap")}
                   for c in (model.config, vit.config))
     if own != there:
-        raise InputError(f"the attention of {path} is {there}, and the flags select {own}")
+        raise InputError(f"the attention of {path} is {there}, and the flags select {own}; choose "
+                         f"the same, or --backbone none for random weights")
     state, side = vit.state_dict(), model.config.image_size // model.config.patch_size
     state = {name: w for name, w in state.items() if not name.startswith("head.")}
     if state["pos_embed"].shape[1] != 1 + side * side:

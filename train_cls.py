@@ -76,7 +76,7 @@ def get_args():
     flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
          "in the last block; smaller in earlier blocks; in a FAN equal in all (default: 0)")
     flag("--init", choices=["default", "trunc_normal"], help="initial weights of Linear layers, as "
-         "in PyTorch or as in DeiT (default: default; for a FAN trunc_normal)")
+         "in PyTorch or as in DeiT (default: as in PyTorch; for a FAN as in DeiT)")
     flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
          "--patch_size; with another number of classes, the head is new")
 
