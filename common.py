@@ -132,6 +132,25 @@ def start_processes(device_name):
     return dist.get_rank(), dist.get_world_size(), device
 
 
+def from_first(value):
+    """Return the value of rank 0 in every process. value: a plain Python object."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def same_everywhere(value, what):
+    """Raise InputError unless all processes have the same value. what: its name in the message."""
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        if any(other != values[0] for other in values):
+            raise InputError(f"the processes have different {what}: {str(values):.300}; expected "
+                             f"the same files on every node")
+
+
 def use_bf16(wanted, device):
     """Return whether to compute in bf16 autocast. wanted: the value of --amp.
 
