@@ -1,4 +1,5 @@
-"""All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled.
+"""All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled;
+and RPCA, which keeps the line of robust PCA that RPC replaces.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
 Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. This file imports PyTorch and
@@ -34,6 +35,7 @@ three rows.
 
 import math
 from contextlib import contextmanager
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +52,8 @@ PAP_SETTINGS = dict(n_iter=4, lambd=4.0, form="released")   # Principal Attentio
 def check_choice(name, value, known):
     """Raise ValueError unless `value` is one of `known`."""
     if value not in known:
-        raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(str, known))}")
+        choices = ", ".join(map(str, known))
+        raise ValueError(f"{name}={value!r}, expected one of {choices}")
 
 
 # --- softmax and symmetric attention: a token attends to tokens whose keys match its query --------
@@ -68,16 +71,20 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
     rate on A. keep: (B, N) bool, False for padding tokens, to which no token attends. q and k are
     cast to v's dtype, because PAP computes them in float32.
     """
-    if keep is not None and (keep.dtype, *keep.shape) != (torch.bool, k.shape[0], k.shape[-2]):
-        raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, expected bool (B, N), False "
-                         f"for padding tokens")
     keys = k.to(v.dtype)
     q = keys if q is k else q.to(v.dtype)                      # cast a shared tensor once
-    mask = None if keep is None else keep[:, None, None]       # (B, 1, 1, N)
-    if causal and keep is not None:                            # SDPA takes a mask or is_causal
-        mask = mask.expand(-1, -1, q.shape[-2], -1).tril()     # (B, 1, N, N)
-    return F.scaled_dot_product_attention(q, keys, v, attn_mask=mask, dropout_p=dropout_p,
-                                          is_causal=causal and keep is None)
+    mask = None
+    if keep is not None:
+        B, _, N, _ = k.shape
+        if keep.dtype != torch.bool or keep.shape != (B, N):
+            raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, "
+                             f"expected bool (B, N), False for padding tokens")
+        mask = keep[:, None, None]                             # (B, 1, 1, N)
+        if causal:                                             # SDPA takes a mask or is_causal
+            mask = mask.expand(-1, -1, q.shape[-2], -1).tril()     # (B, 1, N, N)
+            causal = False
+    return F.scaled_dot_product_attention(
+        q, keys, v, attn_mask=mask, dropout_p=dropout_p, is_causal=causal)
 
 
 def symmetric_attention(k, v, *, causal=False, dropout_p=0.0):
@@ -109,6 +116,14 @@ def soft_threshold(x, tau):
     return x.sign().detach() * F.relu(x.abs() - tau)           # S_tau = sign(x) max(|x| - tau, 0)
 
 
+def check_steps(n_iter, lambd):
+    """Raise ValueError unless n_iter >= 1 and lambd >= 0. lambd: a float or a tensor."""
+    if n_iter < 1:
+        raise ValueError(f"n_iter={n_iter}, expected at least 1")
+    if not torch.is_tensor(lambd) and not lambd >= 0:
+        raise ValueError(f"lambd={lambd}, expected at least 0")
+
+
 def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     """Return mu = N W / (4 sum|K|) = W / (4 D mean|K|), (B, H, 1, 1) or per token (B, H, N, 1).
 
@@ -121,7 +136,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # per token: (B, H, N, 1)
-    kept = torch.ones_like(k[:, :1, :, :1])                     # (B, 1, N, 1); 0 for padding
+    # 1 for every token, (B, 1, N, 1). ones_like would be a constant of fixed size in an ONNX export.
+    kept = (mean[:, :1].detach() >= 0).to(mean)
     if keep is not None:
         kept = kept * keep[:, None, :, None]
         mean = mean * kept
@@ -134,9 +150,9 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     return W_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
 
 
-def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_dim="model",
-                  dual_sign=-1, mu_over=None, causal=False, dropout_p=0.0, shrink=soft_threshold,
-                  trace=None, keep=None):
+def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
+                  threshold="times", mu_dim="model", dual_sign=-1, mu_over=None,
+                  causal=False, dropout_p=0.0, shrink=soft_threshold, trace=None, keep=None):
     """Run n_iter steps of Principal Attention Pursuit (PAP) on the keys; return the last L.
 
     k, v, result: (B, H, N, D). v has k's width, because L, a mix of values, is subtracted from k.
@@ -157,18 +173,18 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
-    lambd_is_tensor = torch.is_tensor(lambd)
-    if n_iter < 1 or (not lambd_is_tensor and not lambd >= 0):
-        raise ValueError(f"n_iter={n_iter}, lambd={lambd}, expected n_iter >= 1 and lambd >= 0")
-    for name, x in (("v", v), ("q", k if q is None else q)):
-        if x.shape != k.shape:
+    check_steps(n_iter, lambd)
+    for name, x in (("v", v), ("q", q)):
+        if x is not None and x.shape != k.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape of k, "
                              f"{tuple(k.shape)}: PAP subtracts attention outputs from keys")
 
     # The threshold tau follows from the mean size of a key entry.
     K = k if k.dtype == torch.float64 else k.float()
-    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over or ("seen" if causal else "all"), keep=keep)
-    if not lambd_is_tensor and lambd == math.inf:
+    if mu_over is None:
+        mu_over = "seen" if causal else "all"
+    mu = penalty(K, mu_dim=mu_dim, mu_over=mu_over, keep=keep)
+    if not torch.is_tensor(lambd) and lambd == math.inf:
         mu = mu.detach()                        # its gradient would be inf * 0, which is NaN
     tau = lambd * mu if threshold == "times" else lambd / mu
 
@@ -187,6 +203,99 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None, threshold="times", mu_di
     if dropout_p:                               # again with dropout, which trace does not see
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
+
+
+# --- RPCA: robust PCA in the layer ----------------------------------------------------------------
+
+class SpectralShrinkage(torch.autograd.Function):
+    """Compute F = U diag(1 - tau / max(s, tau)) U^T from G = U diag(s^2) U^T.
+
+    If G = X^T X, then X F is X with each singular value s replaced by max(s - tau, 0). No singular
+    value decomposition of the (N, D) matrix X is needed. G, F: (..., D, D). tau > 0: (..., 1, 1).
+    """
+
+    @staticmethod
+    def forward(ctx, G, tau):
+        eigenvalues, U = torch.linalg.eigh(G)
+        s = eigenvalues.clamp_min(0).sqrt()                             # (..., D)
+        tau = tau[..., 0]                                               # (..., 1)
+        top = torch.maximum(s, tau)
+        ctx.save_for_backward(U, s, top, tau)
+        return (U * (1 - tau / top)[..., None, :]) @ U.mT
+
+    @staticmethod
+    def backward(ctx, dF):
+        # F changes by U (P * (U^T dG U)) U^T, where P_ij is the divided difference of
+        # f(e) = 1 - tau / max(sqrt(e), tau) between the eigenvalues e_i and e_j, (f_i - f_j) /
+        # (e_i - e_j). For e_i = e_j it is the derivative of f. Written with s = sqrt(e), P needs no
+        # difference of nearly equal numbers except top_i - top_j, which is s_i - s_j or smaller.
+        U, s, top, tau = ctx.saved_tensors
+        above = (s > tau).to(s)
+        gap = s[..., :, None] - s[..., None, :]
+        rise = top[..., :, None] - top[..., None, :]
+        equal = gap == 0
+        slope = torch.where(equal, above[..., None], rise / gap.masked_fill(equal, 1))
+        total = (s[..., :, None] + s[..., None, :]).clamp_min(1e-30)
+        P = tau[..., None] * slope / (top[..., :, None] * top[..., None, :] * total)
+        turned = U.mT @ dF @ U
+        dG = U @ (P * turned) @ U.mT
+        dtau = -(turned.diagonal(dim1=-2, dim2=-1) * above / top).sum(-1)
+        return dG, dtau[..., None, None]
+
+
+def shrink_singular_values(X, tau):
+    """Replace each singular value s of X (..., N, D) by max(s - tau, 0). tau > 0: (..., 1, 1)."""
+    return X @ SpectralShrinkage.apply(X.mT @ X, tau)
+
+
+def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
+    """Split the keys of each head by n_iter steps of robust PCA; return the sparse part S.
+
+    k, S: (B, H, N, D). The mean key of the image is subtracted first: k = mean + L + S.
+    n_iter: number of steps, at least 1. lambd: factor of lambda = 1 / sqrt(max(N, D)), at least 0.
+    trace: a list that receives dict(S, L) for each step.
+
+    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. It differs
+    from PAP in line 4 of Algorithm 1, in the sign of Z there, and in the order of the two lines.
+    """
+    check_steps(n_iter, lambd)
+    with torch.autocast(k.device.type, enabled=False):                  # bf16 is too coarse here
+        K = k if k.dtype == torch.float64 else k.float()
+        K = K - K.mean(-2, keepdim=True)
+        mu = penalty(K, mu_dim="head")
+        tau = lambd / math.sqrt(max(K.shape[-2:])) / mu
+        S = Z = 0.0                                                     # Z = Y / mu
+        for _ in range(n_iter):
+            L = shrink_singular_values(K - S + Z, 1 / mu)               # PAP: attention to V
+            S = soft_threshold(K - L + Z, tau)                          # Alg. 1, line 3
+            Z = Z + K - L - S                                           # Alg. 1, line 5
+            if trace is not None:
+                trace.append(dict(S=S, L=L))
+    return S
+
+
+def rpca_attention(k, v, n_iter=4, lambd=1.0, *, constant_s=False, dropout_p=0.0,
+                   causal=False, keep=None, trace=None):
+    """Compute symmetric attention with the keys k - S, where S is the sparse part of robust PCA.
+
+    k, v, result: (B, H, N, D). n_iter, lambd: see `robust_pca`.
+    constant_s: True stops the gradient at S, so K - S passes the full gradient to K.
+    trace: a list that receives dict(S, K2, Q2, L) for each step. K2 = Q2 = k - S, the keys and
+    queries if this step were the last. L: the low-rank part of k, mean key included.
+    causal and keep are errors: S of each token depends on the keys of all tokens.
+    """
+    if causal or keep is not None:
+        raise ValueError("rpca_attention has no causal mask and no padding mask: robust PCA "
+                         "computes S of each token from the keys of all tokens")
+    steps = []
+    keys = k.detach() if constant_s else k
+    S = robust_pca(keys, n_iter, lambd, trace=steps)
+    if trace is not None:
+        mean = k.mean(-2, keepdim=True)
+        for step in steps:
+            K2 = k - step["S"]
+            trace.append(dict(S=step["S"], K2=K2, Q2=K2, L=mean + step["L"]))
+    return symmetric_attention(k - S, v, dropout_p=dropout_p)
 
 
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
@@ -222,29 +331,79 @@ class ScaledAlphaAttention(nn.Module):
 
 # --- the table: write a function or a module, enter it here, train it with --attn NAME ------------
 
-# name: (own_queries, function). function(q, k, v, layer) returns h; q, k, v and h are (B, H, N, D).
-# own_queries: True if the layer projects queries, False if the keys are the queries (then q is k).
-# layer is the SelfAttention that calls the function; layer.attn_kwargs contains causal and
-# dropout_p. An attention with parameters is an nn.Module class, which is built as Class(layer).
+RPCA_SETTINGS = PAP_SETTINGS | dict(lambd=1.0)              # robust PCA in the layer
+
+
+class Attention(NamedTuple):
+    """An entry of ATTENTIONS.
+
+    own_queries: True if the layer projects queries, False if the keys are the queries (q is k).
+    function: function(q, k, v, layer) returns h; q, k, v and h are (B, H, N, D). layer is the
+        SelfAttention that calls the function; layer.attn_kwargs contains causal and dropout_p. An
+        attention with parameters is an nn.Module class, which is built as Class(layer).
+    settings: defaults of layer.pap, the settings of --n_iter, --lambd and --form.
+    """
+    own_queries: bool
+    function: Callable
+    settings: dict = PAP_SETTINGS
+
+
+def attend_softmax(q, k, v, layer):
+    return softmax_attention(q, k, v, **layer.attn_kwargs)
+
+
+def attend_symmetric(q, k, v, layer):
+    return symmetric_attention(k, v, **layer.attn_kwargs)
+
+
+def attend_rpc(q, k, v, layer):
+    settings = layer.pap | layer.attn_kwargs
+    return rpc_attention(k, v, **settings)
+
+
+def attend_rpc_asym(q, k, v, layer):
+    settings = layer.pap | layer.attn_kwargs
+    return rpc_attention(k, v, q=q, **settings)
+
+
+def attend_rpca(q, k, v, layer):
+    """Train with a constant S, which is faster; in eval mode attacks follow the true gradient."""
+    settings = dict(constant_s=layer.training) | layer.attn_kwargs
+    for name in ("n_iter", "lambd", "constant_s", "trace"):             # no form, no mu_over
+        if name in layer.pap:
+            settings[name] = layer.pap[name]
+    return rpca_attention(k, v, **settings)
+
+
 ATTENTIONS = {
-    "softmax": (True, lambda q, k, v, layer: softmax_attention(q, k, v, **layer.attn_kwargs)),
-    "symmetric": (False, lambda q, k, v, layer: symmetric_attention(k, v, **layer.attn_kwargs)),
-    "rpc": (False, lambda q, k, v, layer: rpc_attention(k, v, **layer.pap, **layer.attn_kwargs)),
-    "rpc_asym": (True, lambda q, k, v, layer: rpc_attention(k, v, q=q, **layer.pap,
-                                                            **layer.attn_kwargs)),
-    "scaled_s": (True, ScaledAttention),
-    "scaled_alpha": (True, ScaledAlphaAttention),
+    "softmax": Attention(True, attend_softmax),
+    "symmetric": Attention(False, attend_symmetric),
+    "rpc": Attention(False, attend_rpc),
+    "rpc_asym": Attention(True, attend_rpc_asym),
+    "rpca": Attention(False, attend_rpca, RPCA_SETTINGS),
+    "scaled_s": Attention(True, ScaledAttention),
+    "scaled_alpha": Attention(True, ScaledAlphaAttention),
 }
 # Values of --attn that mix two attentions: (in rpc_layers, in all other layers). For --attn,
-# rpc and rpc_asym mean these patterns.
-LAYER_PATTERNS = {"rpc": ("rpc", "symmetric"), "rpc_asym": ("rpc_asym", "softmax"),
-                  "sym_asym": ("rpc", "softmax")}           # symmetric RPC, asymmetric softmax
+# rpc, rpc_asym and rpca mean these patterns.
+LAYER_PATTERNS = {
+    "rpc": ("rpc", "symmetric"),
+    "rpc_asym": ("rpc_asym", "softmax"),
+    "sym_asym": ("rpc", "softmax"),                         # symmetric RPC, asymmetric softmax
+    "rpca": ("rpca", "symmetric"),
+}
 
 
 def layer_attention(attn, i, rpc_layers):
     """Return the attention of layer i, a name in ATTENTIONS. attn: a value of --attn."""
     inside, outside = LAYER_PATTERNS.get(attn, (attn, attn))
     return inside if i in rpc_layers else outside
+
+
+def default_settings(attn):
+    """Return the default settings of the robust layers: dict(n_iter, lambd, form). attn: --attn."""
+    robust, _ = LAYER_PATTERNS.get(attn, (attn, attn))
+    return ATTENTIONS[robust].settings
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -263,19 +422,21 @@ class SelfAttention(nn.Module):
     the queries.
     """
 
-    def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None, causal=False,
-                 qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
+    def __init__(self, dim, num_heads, attn="softmax", *, pap=None, num_tokens=None,
+                 causal=False, qkv_bias=True, proj_bias=True, attn_drop=0.0, proj_drop=0.0):
         super().__init__()
         self.dim, self.num_heads, self.num_tokens = dim, num_heads, num_tokens
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
-        settings = {**PAP_SETTINGS, **(pap or {})}
+        entry = ATTENTIONS[attn]
+        settings = entry.settings | (pap or {})
         form = FORMS[settings.pop("form")]
-        self.pap = {**form, **settings}                                 # keywords of rpc_attention
+        self.pap = form | settings                                      # keywords of rpc_attention
 
-        own_queries, function = ATTENTIONS[attn]
-        self.learned = function(self) if isinstance(function, type) else None
-        self.num_proj = 3 if own_queries else 2                         # q, k, v or k, v
+        self.learned = None
+        if isinstance(entry.function, type):                            # an nn.Module class
+            self.learned = entry.function(self)
+        self.num_proj = 3 if entry.own_queries else 2                   # q, k, v or k, v
         self.make_projections(dim, qkv_bias)
         self.proj = nn.Linear(dim, dim, bias=proj_bias)
         self.proj_drop = nn.Dropout(proj_drop)
@@ -287,25 +448,28 @@ class SelfAttention(nn.Module):
     @property
     def attn_kwargs(self):
         """Return dict(causal, dropout_p), the keywords of every attention function above."""
-        return dict(causal=self.causal, dropout_p=self.attn_drop if self.training else 0.0)
+        dropout_p = self.attn_drop if self.training else 0.0
+        return dict(causal=self.causal, dropout_p=dropout_p)
 
     def project(self, x):
         """Project x (B, N, C) to q, k, v, each (B, H, N, D). q is k if the keys are the queries."""
         qkv = self.qkv(x)                                               # Eq. 1
         qkv = qkv.unflatten(2, (self.num_proj, self.num_heads, -1))     # (B, N, 2 or 3, H, D)
         qkv = qkv.permute(2, 0, 3, 1, 4)                                # (2 or 3, B, H, N, D)
-        k, v = qkv[-2], qkv[-1]
+        k = qkv[-2]
+        v = qkv[-1]
         q = qkv[0] if self.num_proj == 3 else k
         return q, k, v
 
     def forward(self, x):
         q, k, v = self.project(x)                                       # (B, H, N, D)
-        attend = ATTENTIONS[self.attn][1] if self.learned is None else self.learned
+        attend = ATTENTIONS[self.attn].function if self.learned is None else self.learned
         h = attend(q, k, v, self)                                       # (B, H, N, D)
         if h.shape != v.shape:                  # (B, H, 1, D) would broadcast in the caller
-            raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, expected (B, H, N, D) "
-                             f"= {tuple(v.shape)}")
-        return self.proj_drop(self.proj(h.transpose(1, 2).flatten(2)))  # (B, N, C)
+            raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, "
+                             f"expected (B, H, N, D) = {tuple(v.shape)}")
+        h = h.transpose(1, 2).flatten(2)                                # (B, N, C)
+        return self.proj_drop(self.proj(h))
 
     def trace(self, x):
         """Return the PAP steps on x (B, N, C), a list of dict(S, K2, Q2, L); [] without PAP."""
@@ -319,7 +483,7 @@ class SelfAttention(nn.Module):
 
 @contextmanager
 def every_pap(model, **settings):
-    """Change arguments of rpc_attention in every layer of a model inside the block.
+    """Change settings of PAP in every SelfAttention of a model inside the block.
 
         steps = []
         with every_pap(model, trace=steps):             # collects the steps of all layers, in order
@@ -327,11 +491,15 @@ def every_pap(model, **settings):
         with every_pap(model, shrink=mine, n_iter=2):   # runs the same weights with another PAP
             logits = model(images)
 
-    An attention of yours that uses PAP must call rpc_attention(k, v, **layer.pap).
+    An attention of yours that uses PAP must call rpc_attention(k, v, **layer.pap). ValueError if
+    no module has the attribute pap, because then nothing would change.
     """
     before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
+    if not before:
+        raise ValueError("no layer of the model has an attribute pap; expected a SelfAttention, or "
+                         "a layer whose attribute pap is passed to rpc_attention")
     for layer in before:
-        layer.pap = {**layer.pap, **settings}
+        layer.pap = layer.pap | settings
     try:
         yield
     finally:
@@ -345,13 +513,17 @@ def layer_inputs(model, inputs, forward=None):
 
     forward: a function to call instead of the model, for example LM.hidden.
     """
-    found = []
-    hooks = [layer.register_forward_pre_hook(lambda module, args: found.append((module, args[0])))
-             for layer in model.modules() if isinstance(layer, SelfAttention)]
+    inputs_of_layers = []
+
+    def remember(layer, args):
+        inputs_of_layers.append((layer, args[0]))
+
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    hooks = [layer.register_forward_pre_hook(remember) for layer in layers]
     (forward or model)(inputs)
     for hook in hooks:
         hook.remove()
-    return found
+    return inputs_of_layers
 
 
 @torch.no_grad()
@@ -361,13 +533,19 @@ def key_statistics(model, inputs, forward=None):
     Returns dict(mean_abs_key=[mean |k| per SelfAttention layer],
     nonzero_S={layer: [share of nonzero entries of S per PAP step]}). Layers are counted from 0.
     """
-    stats, training = dict(mean_abs_key=[], nonzero_S={}), model.training
+    was_training = model.training
     model.eval()
+    sizes = []
+    shares = {}
     for i, (layer, x) in enumerate(layer_inputs(model, inputs, forward)):
-        stats["mean_abs_key"].append(round(layer.project(x)[1].abs().mean().item(), 4))
+        _, k, _ = layer.project(x)
+        sizes.append(rounded_mean(k.abs()))
         steps = layer.trace(x)
         if steps:
-            stats["nonzero_S"][i] = [round((step["S"] != 0).float().mean().item(), 4)
-                                     for step in steps]
-    model.train(training)
-    return stats
+            shares[i] = [rounded_mean((step["S"] != 0).float()) for step in steps]
+    model.train(was_training)
+    return dict(mean_abs_key=sizes, nonzero_S=shares)
+
+
+def rounded_mean(x):
+    return round(x.mean().item(), 4)

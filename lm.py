@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
-                       layer_attention)
+from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
+                       default_settings, layer_attention)
 from common import InputError, wide
 
 LM_SIZES = {
@@ -56,8 +56,8 @@ class LMConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.cutoffs = tuple(self.cutoffs)
-        self.pap = {**PAP_SETTINGS, "mu_over": "seen", **self.pap}
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
+        self.pap = default_settings(self.attn) | dict(mu_over="seen") | self.pap
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
                              f"0..{self.depth - 1}")

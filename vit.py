@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import (ATTENTIONS, LAYER_PATTERNS, PAP_SETTINGS, SelfAttention, check_choice,
-                       layer_attention)
+from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
+                       default_settings, layer_attention)
 from common import InputError
 
 SIZES = {
@@ -54,8 +54,8 @@ class ViTConfig:
     def __post_init__(self):
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
         self.mean, self.std = tuple(self.mean), tuple(self.std)
-        self.pap = {**PAP_SETTINGS, **self.pap}
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
+        self.pap = default_settings(self.attn) | self.pap
         check_choice("init", self.init, ("trunc_normal", "default"))
         if self.image_size % self.patch_size:
             raise InputError(f"image_size={self.image_size} is not divisible by "

@@ -30,7 +30,7 @@ from statistics import mean, median
 import torch
 
 import common
-from attention import ATTENTIONS, symmetric_attention
+from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
 from data.text import (Vocabulary, load_corpus, perplexity, random_windows, read_lines, sliding_nll,
                        text_folder, token_file)
@@ -53,9 +53,16 @@ def scaled_scores(k, v, causal, factor):
     return symmetric_attention(math.sqrt(factor) * k, v, causal=causal)
 
 
-ATTENTIONS |= {
-    "symmetric x2": (False, lambda q, k, v, layer: scaled_scores(k, v, layer.causal, factor=2)),
-    "symmetric x4": (False, lambda q, k, v, layer: scaled_scores(k, v, layer.causal, factor=4))}
+def symmetric_x2(q, k, v, layer):
+    return scaled_scores(k, v, layer.causal, factor=2)
+
+
+def symmetric_x4(q, k, v, layer):
+    return scaled_scores(k, v, layer.causal, factor=4)
+
+
+ATTENTIONS["symmetric x2"] = Attention(False, symmetric_x2)
+ATTENTIONS["symmetric x4"] = Attention(False, symmetric_x4)
 VARIANTS = {                                            # flags of train_lm.py
     "symmetric": dict(attn="symmetric"),
     "softmax": dict(attn="softmax"),

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import common
-from attention import (ATTENTIONS, LAYER_PATTERNS, soft_threshold, softmax_attention,
-                       symmetric_attention)
+from attention import (ATTENTIONS, LAYER_PATTERNS, Attention, soft_threshold,
+                       softmax_attention, symmetric_attention)
 from common import InputError
 
 
@@ -271,8 +271,8 @@ def register(name, *pairs):
     texts = {key: value if key == "penalty" else f"{value:g}" for key, value in settings.items()}
     kind = " ".join([name, *(f"{key}={text}" for key, text in texts.items())])
     if name == "elliptical":
-        ATTENTIONS.update({"elliptical first": (True, EllipticalFirst),
-                           "elliptical": (True, Elliptical)})
+        ATTENTIONS["elliptical first"] = Attention(True, EllipticalFirst)
+        ATTENTIONS["elliptical"] = Attention(True, Elliptical)
         LAYER_PATTERNS[kind] = "elliptical first", "elliptical"
         return kind
     if name == "pro":                                   # runs in all layers: no LAYER_PATTERNS
@@ -284,7 +284,7 @@ def register(name, *pairs):
             if layer.causal:
                 raise ValueError(f"{kind} has no causal mask")
             return pro_attention(q, k, v, **settings)
-        ATTENTIONS[kind] = True, attend_pro
+        ATTENTIONS[kind] = Attention(True, attend_pro)
         return kind
     function = partial(ROBUST[name][0], **settings)
 
@@ -292,7 +292,7 @@ def register(name, *pairs):
         if layer.causal:
             raise ValueError(f"{kind} has no causal mask")
         return function(k, v, **dict(layer=layer) if name == "mom" else {})
-    ATTENTIONS[kind] = False, attend
+    ATTENTIONS[kind] = Attention(False, attend)
     LAYER_PATTERNS[kind] = kind, "symmetric"
     return kind
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (ATTENTIONS, FORMS, SelfAttention, every_pap, key_statistics, layer_inputs,
-                       naive_attention, naive_rpc, rpc_attention, softmax_attention,
+from attention import (ATTENTIONS, FORMS, Attention, SelfAttention, attend_rpca, every_pap,
+                       key_statistics, layer_inputs, naive_attention, naive_rpc, robust_pca,
+                       rpc_attention, rpca_attention, shrink_singular_values, softmax_attention,
                        symmetric_attention)
+from kpca import pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1),
@@ -208,7 +210,7 @@ def test_trace_and_key_statistics_equal_the_forward_pass(kind):
 
 
 def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", (False, lambda q, k, v, layer: rpc_attention(
+    monkeypatch.setitem(ATTENTIONS, "mine", Attention(False, lambda q, k, v, layer: rpc_attention(
         k, v, **layer.pap | dict(lambd=0.3))))
     mine, rpc, plain, x, steps = layer("mine"), layer("rpc"), layer("symmetric"), 3 * tokens(), []
     m = torch.nn.Sequential(mine, rpc, plain)
@@ -235,7 +237,7 @@ def test_compiled_rpc_is_one_graph_with_equal_outputs():
 
 
 def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
-    monkeypatch.setitem(ATTENTIONS, "mine", (True, lambda q, k, v, layer: v[:, :, :1]))
+    monkeypatch.setitem(ATTENTIONS, "mine", Attention(True, lambda q, k, v, layer: v[:, :, :1]))
     with pytest.raises(ValueError, match=r"mine.*returned .*expected .*\(2, 3, 10, 8\)"):
         layer("mine")(tokens())
 
@@ -254,3 +256,80 @@ def test_wrong_settings_and_arguments_that_would_broadcast_are_errors():
         rpc_attention(k, v, keep=torch.ones(2, 10))
     with pytest.raises(ValueError, match="scaled_s"):
         layer("scaled_s", causal=True)
+
+
+# --- rpca: robust PCA in the layer ----------------------------------------------------------------
+
+def corrupted_keys():
+    """Return keys (1, 2, 12, 5) of two directions and a few large entries, and values."""
+    random = torch.Generator().manual_seed(0)
+    rows, columns, v = (torch.randn(1, 2, *shape, generator=random, dtype=torch.float64)
+                        for shape in ((12, 2), (2, 5), (12, 5)))
+    k = rows @ columns
+    k[..., 3, 1] += 4
+    return k, v
+
+
+@pytest.mark.parametrize("n_iter", (1, 4))
+def test_robust_pca_equals_principal_component_pursuit(n_iter):
+    k, _ = corrupted_keys()
+    steps = []
+    S = robust_pca(k, n_iter, trace=steps)
+    for head in range(2):
+        centred = k[0, head] - k[0, head].mean(0)
+        L, expected = pcp(centred, tol=0, max_iter=n_iter)
+        assert close(S[0, head], expected) and close(steps[-1]["L"][0, head], L)
+    assert len(steps) == n_iter and 0 < (S != 0).double().mean() < 1
+    assert close(robust_pca(k.float(), n_iter).double(), S, atol=1e-5)
+
+
+def test_singular_values_are_shrunk_as_by_an_svd():
+    X, tau = torch.randn(2, 3, 9, 5, dtype=torch.float64), torch.full((2, 3, 1, 1), 2.0).double()
+    U, s, Vt = torch.linalg.svd(X, full_matrices=False)
+    expected = (U * (s - 2).clamp_min(0)[..., None, :]) @ Vt
+    assert (s < 2).any() and (s > 2).any()
+    assert close(shrink_singular_values(X, tau), expected)
+
+
+def test_gradients_of_robust_pca_are_true():
+    k, v = (x.requires_grad_() for x in corrupted_keys())
+    assert torch.autograd.gradcheck(lambda k, v: rpca_attention(k, v, 3), (k, v))
+    basis, _ = torch.linalg.qr(torch.randn(8, 4, dtype=torch.float64))
+    X = (basis * torch.tensor([3.0, 3.0, 3.0, 1.0])).requires_grad_()   # three equal values
+    tau = torch.full((1, 1), 2.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(shrink_singular_values, (X, tau))
+    zeros = torch.zeros(6, 3, requires_grad=True)
+    shrink_singular_values(zeros, torch.ones(1, 1)).sum().backward()
+    assert (zeros.grad == 0).all()
+
+
+def test_rpca_layer_trains_with_constant_s():
+    m, x = layer("rpca"), 3 * tokens()
+    q, k, v = m.project(x)
+    y = m.train().proj(attend_rpca(q, k, v, m).transpose(1, 2).flatten(2))
+    true = torch.autograd.grad(m.eval()(x).sum(), m.qkv.weight)[0]
+    with every_pap(m, constant_s=True):
+        constant = torch.autograd.grad(m(x).sum(), m.qkv.weight)[0]
+    assert close(torch.autograd.grad(y.sum(), m.qkv.weight)[0], constant)
+    assert not torch.allclose(true, constant)
+    assert len(m.trace(x)) == 4 and m.pap["lambd"] == 1.0
+
+
+def test_rpca_has_no_causal_or_padded_form():
+    with pytest.raises(ValueError, match="keys of all tokens"):
+        layer("rpca", causal=True)(tokens())
+    with pytest.raises(ValueError, match="keys of all tokens"):
+        rpca_attention(*corrupted_keys(), keep=torch.ones(1, 12, dtype=torch.bool))
+
+
+def test_autocast_does_not_change_robust_pca():
+    k, _ = corrupted_keys()
+    k = k.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        S = robust_pca(k)
+    assert torch.equal(S, robust_pca(k))
+
+
+def test_change_that_reaches_no_layer_is_an_error():
+    with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
+        pass

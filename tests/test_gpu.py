@@ -24,7 +24,8 @@ import eval_robust
 import train_cls
 import train_lm
 import train_seg
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, SelfAttention, rpc_attention
+from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, Attention, SelfAttention,
+                       rpc_attention)
 from fixtures import ROOT
 from data.augment import augment_uint8
 from data.shapes import load_shapes
@@ -405,7 +406,7 @@ def test_table_11_on_this_gpu(device, note, monkeypatch):
     out = ROOT / "studies/results/cost/cuda.jsonl"
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(ATTENTIONS, "written_out",
-                        (False, lambda q, k, v, layer: written_out(k, v)))
+                        Attention(False, lambda q, k, v, layer: written_out(k, v)))
     monkeypatch.setitem(LAYER_PATTERNS, "written_out", ("written_out", "symmetric"))
     monkeypatch.setitem(cost.MODELS, "written out 4iter/layer1", dict(attn="written_out"))
     out.unlink(missing_ok=True)                                 # rows of an earlier run

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import lm
-from attention import ATTENTIONS, symmetric_attention
+from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
 from lm import LM, LM_SIZES, LMConfig, chunked_nll, reads_the_future
 
@@ -124,7 +124,7 @@ def test_a_missing_causal_mask_is_found(monkeypatch):
     assert not any(leaks("mini", kind) for kind in kinds)
     for mine, expected in ((lambda q, k, v, layer: symmetric_attention(k, v), True),
                            (look_ahead, True), (one_maximum, False)):
-        monkeypatch.setitem(ATTENTIONS, "mine", (False, mine))
+        monkeypatch.setitem(ATTENTIONS, "mine", Attention(False, mine))
         assert leaks("mini") is expected
     assert not leaks("paper")                                   # one_maximum, more rounding errors
 

@@ -70,10 +70,12 @@ def tree(programs, tmp_path_factory):
     for split in ("train", "valid", "test"):
         (pydoc / f"wiki.{split}.tokens").write_text(text)
 
+    function, = re.findall(r"^def attend_mine.*\n(?: .*\n)+", README, re.M)
     entry, = re.findall(r'^ +"mine": .*,$', README, re.M)
     source, table = (tree / "attention.py").read_text(), "\nATTENTIONS = {\n"
     assert source.count(table) == 1
-    (tree / "attention.py").write_text(source.replace(table, f"{table}{entry}\n"))
+    changed = source.replace(table, f"\n{function}{table}{entry}\n")
+    (tree / "attention.py").write_text(changed)
     return tree
 
 

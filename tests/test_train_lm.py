@@ -49,7 +49,7 @@ def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
 def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
     def forgets(q, k, v, layer):
         return attention.softmax_attention(q, k, v)
-    monkeypatch.setitem(attention.ATTENTIONS, "forgets", (True, forgets))
+    monkeypatch.setitem(attention.ATTENTIONS, "forgets", attention.Attention(True, forgets))
     line = bad(SMALL, "--attn forgets --out_dir a")
     assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_cls
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, Attention
 from common import InputError
 from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
 
@@ -49,7 +49,7 @@ def test_parameter_counts_are_the_papers(size):
 
 def test_rpc_layers_choose_the_attention_per_layer(monkeypatch):
     for name in ("mine", "yours"):
-        monkeypatch.setitem(ATTENTIONS, name, (False, lambda q, k, v, layer: v))
+        monkeypatch.setitem(ATTENTIONS, name, Attention(False, lambda q, k, v, layer: v))
     monkeypatch.setitem(LAYER_PATTERNS, "mine", ("mine", "symmetric"))
     for how, kinds in ((dict(attn="rpc", rpc_layers=(1,)), ["symmetric", "rpc"]),
                        (dict(attn="rpc_asym"), ["rpc_asym", "softmax"]),

@@ -14,7 +14,7 @@ from studies import language, leak
 @pytest.mark.parametrize("factor", [2, 4])
 def test_scaled_scores_equal_scaled_queries(factor):
     k, v = torch.randn(2, 1, 2, 5, 4, dtype=torch.float64)
-    _, attend = ATTENTIONS[f"symmetric x{factor}"]
+    attend = ATTENTIONS[f"symmetric x{factor}"].function
     found = attend(k, k, v, SimpleNamespace(causal=False))
     assert torch.allclose(found, naive_attention(factor * k, k, v), atol=1e-12)
 
