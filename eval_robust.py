@@ -53,7 +53,6 @@ from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
-from fan import FAN, FANConfig
 from robust import metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import check_logits, cw, fgsm, noise, pgd, restarted, sld, spsa
@@ -191,10 +190,7 @@ def load_model(path, size, device):
             raise InputError(f"--ckpt {path} is for {checkpoint['task']}; evaluate it by "
                              f"train_seg.py or train_lm.py --eval_only")
         trained = checkpoint["args"] if "task" in checkpoint else {}
-        if checkpoint.get("architecture") == "fan":
-            net = classifier_from_checkpoint(checkpoint, FAN, FANConfig)
-        else:
-            net = classifier_from_checkpoint(checkpoint) if trained else load_timm(checkpoint)
+        net = classifier_from_checkpoint(checkpoint) if trained else load_timm(checkpoint)
         run = f"seed {trained['seed']}" if trained else Path(path).stem
         name = f"{kind_of(net.config)}, {run}"
         # The settings that are not ViTConfig's defaults.

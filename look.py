@@ -87,17 +87,20 @@ def draw_sheet(rows, notes, hit):
     return page
 
 
-def class_attention(attn, x, steps):
-    """Return the attention of the class token to each patch, mean over heads: (N - 1,).
+def patch_attention(attn, x, steps, num_patches):
+    """Return the attention that each patch gets, mean over heads: (P,).
 
-    x: the input of attn, (1, N, C). steps: attn.trace(x). Without PAP, this is the softmax of
-    queries and keys, even if attn computes something else.
+    The class token, token 0, gives this attention. In the blocks of a FAN there is no class token,
+    so the result is the mean over the patches that give it. x: the input of attn, (1, N, C).
+    steps: attn.trace(x). Without PAP, this is the softmax of queries and keys, even if attn
+    computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
         q, k = steps[-1]["Q2"], steps[-1]["K2"]
-    scores = q[0, :, :1] @ k[0].mT / q.shape[-1] ** 0.5              # (H, 1, N)
-    return scores.softmax(-1).mean(0)[0, 1:]
+    q = q[0, :, :1] if x.shape[1] > num_patches else q[0]
+    scores = q @ k[0].mT / q.shape[-1] ** 0.5                        # (H, 1 or N, N)
+    return scores.softmax(-1).mean((0, 1))[-num_patches:]
 
 
 def likeliest(model, images, classes, n):
@@ -124,13 +127,13 @@ def look_at_classifier(model, classes, image, noise, crop):
     table, verdicts = [], []
     for i, (attn, x) in enumerate(layer_inputs(model, images)):
         steps = attn.trace(x)
-        attention = class_attention(attn, x, steps)
+        attention = patch_attention(attn, x, steps, len(hit))
         rows[0].append((f"layer {i}: {100 * attention.sum():.0f} %",
                         draw_map(attention, attention.max())))
         if steps:
             rows.append([])
         for n, step in enumerate(steps, 1):
-            S = step["S"].abs().sum((1, 3))[0, 1:]                      # per patch: (P,)
+            S = step["S"].abs().sum((1, 3))[0, -len(hit):]              # per patch: (P,)
             S = S / S.mean().clamp_min(1e-12)
             rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
             filled = 100 * (step["S"] != 0).double().mean()
@@ -141,7 +144,8 @@ def look_at_classifier(model, classes, image, noise, crop):
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
                             f"in layer {i}, step {n}; 1 is the mean over all patches.")
 
-    notes = ["Top: attention of the class token, each map on its own scale. %: on the patches."]
+    source = "the class token" if model.config.num_tokens > len(hit) else "all patches, mean"
+    notes = [f"Top: attention of {source}, each map on its own scale. %: on the patches."]
     if table:
         header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * bool(noise)]
         print(f"\n{common.table(table, header)}")

@@ -190,8 +190,20 @@ def resize_pos_embed(pos_embed, grid, mode):
 
 # --- weights from files ---------------------------------------------------------------------------
 
-def classifier_from_checkpoint(checkpoint, Model=ViT, Config=ViTConfig):
-    """Rebuild the network of train_cls.py, in eval mode. Model, Config: for a FAN its classes."""
+def architecture(name):
+    """Return the model class and the config class of "vit" or "fan"."""
+    if name == "fan":
+        from fan import FAN, FANConfig                  # here, because fan.py imports this file
+        return FAN, FANConfig
+    return ViT, ViTConfig
+
+
+def classifier_from_checkpoint(checkpoint):
+    """Rebuild the network of train_cls.py, a ViT or a FAN, in eval mode."""
+    if checkpoint.get("task") != "classification":
+        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
+                         f"train_cls.py, for classification")
+    Model, Config = architecture(checkpoint.get("architecture", "vit"))
     model = Model(Config(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()

@@ -1,6 +1,7 @@
 """Compare fan.py with the published models; test the scripts with a FAN."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import eval_robust
+import look
 import train_cls
 from attention import SelfAttention
 from fan import FAN, FAN_SIZES, FANConfig
@@ -210,10 +212,14 @@ def test_resumed_fan_run_is_bit_identical(tiny):
 def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     call(train_cls.main, RUN, "--attn symmetric --out_dir sym --max_steps 2")
     call(train_cls.main, RUN, "--init_from sym --out_dir rpc --max_steps 2")  # App. E.6
-    model = classifier_from_checkpoint(common.load("rpc"), FAN, FANConfig)
+    model = classifier_from_checkpoint(common.load("rpc"))
     config = model.config
     assert config.attn == "rpc" and model.cls_attn_blocks[0].attn.q is None     # symmetric
     assert (config.init, config.num_tokens) == ("trunc_normal", 16)
+    assert isinstance(model, FAN)
+    call(look.main, "--ckpt rpc --out look.png")
+    shown = capsys.readouterr().out
+    assert "S is" in shown and "layer 0" in shown and Path("look.png").exists()
     call(eval_robust.main, "--ckpt rpc sym --measures clean --limit 4 --out_dir e")
     table = capsys.readouterr().out
     assert "fan rpc 4iter/layer0" in table and "fan symmetric" in table

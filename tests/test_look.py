@@ -89,8 +89,10 @@ def test_drawn_attention_equals_the_layer():
         one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)  # values that show the weights
         keys = steps[-1]["K2"] if steps else k
         A = softmax_attention(q if kind in ("softmax", "rpc_asym") else keys, keys, one_hot)
-        torch.testing.assert_close(look.class_attention(attn, x, steps), A[0, :, 0, 1:].mean(0),
+        torch.testing.assert_close(look.patch_attention(attn, x, steps, 16), A[0, :, 0, 1:].mean(0),
                                    msg=kind)
+        in_a_fan = look.patch_attention(attn, x, steps, 17)     # without a class token
+        torch.testing.assert_close(in_a_fan, A[0].mean((0, 1)), msg=kind)
         v = attn.project(x)[2]
         torch.testing.assert_close(attn.proj((A @ v).transpose(1, 2).flatten(2)), attn(x),
                                    atol=1e-5, rtol=1e-5, msg=kind)
@@ -114,7 +116,7 @@ def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
 
     for i, (attn, x) in enumerate(layers):
         steps = attn.trace(x)
-        expected = look.class_attention(attn, x, steps)
+        expected = look.patch_attention(attn, x, steps, 64)
         expected = pixels(look.draw_map(expected, expected.max()))
         assert (tile(0, 1 + i) - expected).abs().max() <= 2
         for n, step in enumerate(steps):

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import train_cls
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, Attention
 from common import InputError
-from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
+from vit import (SIZES, ViT, ViTConfig, classifier_from_checkpoint, load_timm,
+                 resize_pos_embed)
 
 TINY = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, num_classes=10)
 
@@ -136,3 +137,8 @@ def test_load_timm_reads_the_released_settings(layer, layers):
     assert load_timm(dict(model=model.state_dict(), args=args)).config == model.config
     with pytest.raises(InputError, match="symmetric or RPC"):
         load_timm(model.state_dict())
+
+
+def test_only_a_classifier_is_rebuilt_as_one():
+    with pytest.raises(InputError, match="for segmentation, expected one of train_cls.py"):
+        classifier_from_checkpoint(dict(task="segmentation"))
