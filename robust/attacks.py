@@ -90,11 +90,14 @@ def noise_like(images, index, *key):
 # --- checks of errors that would look like robustness --------------------------------------------
 
 def check_inputs(model, images, eps=0.0, clip=True):
-    """Raise an error for a module in train mode and, if clip, for pixels or eps outside [0, 1]."""
+    """Raise an error for a module in train mode and, if clip, for pixels or eps outside [0, 1].
+
+    Pixels may leave [0, 1] by 1e-6, the rounding of other libraries' attacks.
+    """
     if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
         raise ValueError("the model is in train mode: call model.eval() before attacking it")
     low, high = images.detach().aminmax()
-    if clip and not (0 <= low and high <= 1):             # a comparison with nan is False
+    if clip and not (-1e-6 <= low and high <= 1 + 1e-6):  # a comparison with nan is False
         raise InputError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
     largest = torch.as_tensor(eps).max()
     if clip and not 0 <= largest <= 1:
@@ -103,12 +106,48 @@ def check_inputs(model, images, eps=0.0, clip=True):
 
 
 def check_logits(logits):
-    """Raise InputError for logits that are not finite, and for probabilities."""
+    """Raise InputError for logits that are not finite, and for scores that are no logits."""
     if not logits.isfinite().all():
         raise InputError("the model returns logits that are not finite (inf or nan)")
-    if (logits >= 0).all() and ((logits.sum(1) - 1).abs() < 1e-4).all():
-        raise InputError("the model returns probabilities (rows sum to 1), "
-                         "expected logits, the values before the softmax")
+    expected = "expected logits, the values before the softmax or the sigmoid"
+    if (logits < 0).any():
+        return
+    for total, unit in ((1, ""), (100, " in per cent")):
+        if ((logits.sum(1) - total).abs() < 1e-4 * total).all():
+            raise InputError(f"the model returns probabilities{unit} (rows sum to {total}), "
+                             f"{expected}")
+    # A few logits can lie between 0 and 1 by chance, and an untrained layer can return 0 only.
+    if logits.numel() >= 16 and logits.max() <= 1 and logits.min() < logits.max():
+        raise InputError(f"the model returns scores from 0 to 1, {expected}")
+
+
+@torch.no_grad()
+def check_repeats(model, images, logits):
+    """Raise InputError unless the logits of an image depend on this image alone.
+
+    logits: (B, classes), the model's answer for images, after `check_logits`. Two images are
+    enough. The model runs twice on each image alone. The two answers must agree to 0.1 % of the
+    largest logit. They must agree with logits to 5 %, because rounding depends on the batch size,
+    in bf16 most.
+    """
+    alone = torch.cat([wide(model(image)) for image in images.split(1)]).to(logits)
+    again = torch.cat([wide(model(image)) for image in images.split(1)]).to(logits)
+    if alone.shape != logits.shape:
+        raise InputError(f"the model returns {tuple(alone.shape)} for {len(images)} images one by "
+                         f"one, but {tuple(logits.shape)} for all of them; expected the same")
+    largest = logits.abs().max()
+    change = (again - alone).abs().max()
+    if not change <= 1e-3 * largest:
+        raise InputError(f"the model's logits change by up to {change:.2g} (the largest is "
+                         f"{largest:.2g}) if it sees the same image again; expected the same "
+                         f"logits: is dropout on, for example in a module that is in a plain list, "
+                         f"or does the network draw random numbers or adapt to its inputs?")
+    change = (alone - logits).abs().max()
+    if not change <= 0.05 * largest:
+        raise InputError(f"the model's logits of an image change by up to {change:.2g} (the "
+                         f"largest is {largest:.2g}) with the other images of its batch; expected "
+                         f"a function of one image: does a BatchNorm use the statistics of the "
+                         f"batch, or does the network adapt to its inputs?")
 
 
 @torch.no_grad()

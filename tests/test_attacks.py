@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from common import InputError
 from robust import adaptive, attacks, words
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, restarted, sld, spsa,
@@ -282,13 +283,70 @@ def test_adaptive_attacks_break_more_than_apgd(vit, net):
     (dict(model=torch.nn.Sequential().eval().append(Linear())), "train mode"),
     (dict(eps=8), "was it meant as 8/255"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
-    (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities")])
+    (dict(images=torch.full((4, 3, 4, 4), 1 + 2e-6).double()), "expected 0 to 1"),
+    (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities"),
+    (dict(model=lambda x: 100 * x.flatten(1)[:, :5].softmax(1)), "probabilities in per cent"),
+    (dict(model=lambda x: Linear(5)(x).sigmoid()), "scores from 0 to 1")])
 def test_false_robustness_is_an_error(change, message):
     case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64),
                 eps=0.1)
     clean_logits(**case)
     with pytest.raises(ValueError, match=message):
         clean_logits(**{**case, **change})
+
+
+def test_honest_scores_and_rounded_pixels_pass():
+    attacks.check_logits(torch.zeros(8, 10))                    # an untrained head of zeros
+    attacks.check_logits(torch.tensor([[0.3, 0.7001]]))         # by chance between 0 and 1
+    attacks.check_logits(torch.tensor([[60.0, 30.0]]))
+    attacks.check_inputs(Linear().eval(), torch.full((4, 3, 4, 4), 1 + 5e-7, dtype=torch.float64))
+
+
+def image_statistics(model):
+    """Return the model behind a BatchNorm in train mode, which is in a list, not a submodule."""
+    hidden = [torch.nn.BatchNorm2d(3, track_running_stats=False)]
+    return lambda x: model(hidden[0](x))
+
+
+def left_dropout(model):
+    """Return the model behind a dropout that nobody can switch off."""
+    return lambda x: model(torch.nn.functional.dropout(x, 0.1))
+
+
+class Adapting(torch.nn.Module):
+    """Follow the mean of all images that the model has seen."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.mean = torch.zeros(())
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return self.model(x - self.mean)
+
+
+@pytest.mark.parametrize("wrap, message", [
+    (image_statistics, "BatchNorm"), (left_dropout, "dropout"), (Adapting, "adapt"),
+    (lambda model: lambda x: model(x) + 0.05 * torch.randn(10), "random numbers"),
+    (lambda model: lambda x: model(x - x.mean()), "other images of its batch"),
+    (lambda model: lambda x: model(x).squeeze(), "one by one")])
+def test_logits_must_depend_on_one_image(net, wrap, message):
+    model, images = net[0], net[1][:2]
+    attacks.check_repeats(model, images, model(images))
+    wrapped = wrap(model)
+    with pytest.raises(InputError, match=message):
+        attacks.check_repeats(wrapped, images, wrapped(images))
+
+
+def test_rounding_is_no_dependence_on_other_images(net):
+    model, images = net[0], net[1][:2]
+
+    def coarse(x):                                              # bf16 would round less
+        noise = torch.rand(10, generator=torch.Generator().manual_seed(len(x)))
+        return (model(x) * (1 + 0.02 * noise)).bfloat16()
+
+    attacks.check_repeats(coarse, images, coarse(images).float())
 
 
 @pytest.mark.parametrize("name", ["pgd", "spsa", "aa", "cw"])
