@@ -6,7 +6,9 @@
 
 Each condition of `attend` changes the attention of a trained network, which is told the corrupted
 patches. So conditions are upper bounds, not defences. The study was planned in
-results/perfect_s/plan.md.
+results/perfect_s/plan.md. The planned differences are condition minus "as trained". But a perfect S
+is 0 at intact patches, and a trained network needs its S there. So the tables also show perfect S
+minus "S empty": these two conditions differ at the corrupted patches only.
 """
 
 import argparse
@@ -35,7 +37,8 @@ from vit import SIZES, ViT, ViTConfig
 ROWS = Path(__file__).parent / "results/perfect_s/rows.jsonl"
 KINDS = "noise", "white", "black", "adversarial"
 PERFECT, LEFT_OUT = "perfect S on keys", "left out in every layer"
-WITH_S = "S empty", PERFECT, "perfect S on keys and values"      # conditions of networks with PAP
+EMPTY = "S empty"
+WITH_S = EMPTY, PERFECT, "perfect S on keys and values"          # conditions of networks with PAP
 CONDITIONS = ("as trained", *WITH_S, "left out in layer 0", LEFT_OUT,
               "control: intact patches left out", "farthest patches left out")
 
@@ -51,7 +54,7 @@ def attend(condition, hit, out, q, k, v, layer):
     if layer.attn != "rpc":
         return softmax_attention(q, k, v, keep=keep)
     pap = dict(layer.pap)
-    if condition == "S empty":
+    if condition == EMPTY:
         pap["lambd"] = math.inf
     elif condition in WITH_S:                       # S is all of x at corrupted patches, else 0
         pap["shrink"] = lambda x, tau: x * hit[:, None]
@@ -203,13 +206,14 @@ def gaps(found):
             if key[2] != "as trained"}
 
 
-def trained_pair(kind):
-    """Return two keys of rows: trained and tested with perfect S; trained and tested with its own.
+def trained_pair(kind, tested="as trained"):
+    """Return two keys of rows: trained and tested with perfect S; trained with its own S.
 
-    On clean images no patch is corrupted, so perfect S is empty.
+    tested: the condition under which the second networks are tested. On clean images no patch is
+    corrupted, so perfect S is empty.
     """
-    perfect = "S empty" if kind == "clean" else PERFECT
-    return ("trained-perfect", kind, perfect), ("trained-own", kind, "as trained")
+    perfect = EMPTY if kind == "clean" else PERFECT
+    return ("trained-perfect", kind, perfect), ("trained-own", kind, tested)
 
 
 def adjusted(found):
@@ -223,6 +227,15 @@ def adjusted(found):
     known = {key: d.p for key, d in gaps(found).items() if key in keys and d.p == d.p}
     p = holm(dict.fromkeys(keys, 1.0) | known)
     return {key: p[key] for key in known}
+
+
+def empty_table(found, arm):
+    """Format as Markdown: both kinds of perfect S minus "S empty" of an arm. Not planned."""
+    body = []
+    for condition in WITH_S[1:]:
+        pairs = [((arm, kind, condition), (arm, kind, EMPTY)) for kind in ("clean", *KINDS)]
+        body.append([condition, *(show(gap(found, *pair)) for pair in pairs)])
+    return common.table(body, ["minus S empty, points", "clean", *KINDS])
 
 
 def tables(found):
@@ -242,9 +255,15 @@ def tables(found):
         seeds = sorted(found[arm, "clean", "as trained"])
         parts.append(f"## {arm}, seeds {', '.join(map(str, seeds))}\n\n"
                      + common.table(body, ["accuracy in %", "clean", *KINDS]))
-    body = [[kind, show(gap(found, *trained_pair(kind)))] for kind in ("clean", *KINDS)]
-    parts.append("## Trained and tested with perfect S, minus both with its own S\n\n"
-                 + common.table(body, ["", "points of accuracy"]))
+        if (arm, "clean", EMPTY) in found:
+            parts.append(empty_table(found, arm))
+    body = []
+    for kind in ("clean", *KINDS):
+        pairs = [trained_pair(kind, tested) for tested in ("as trained", PERFECT)]
+        body.append([kind, *(show(gap(found, *pair)) for pair in pairs)])
+    parts.append("## Trained and tested with perfect S, minus trained with its own S\n\n"
+                 + common.table(body, ["points of accuracy", "tested as trained",
+                                       "tested with perfect S"]))
     return "\n\n".join(parts)
 
 

@@ -77,3 +77,15 @@ def test_stored_differences_are_paired_by_seed():
              - found["rpc4-l1", "noise", "as trained"][s]).mean() for s in seeds]
     assert d.n == len(seeds) and d.mean == pytest.approx(sum(gaps) / len(gaps))
     assert len(perfect_s.adjusted(found)) <= 20
+
+
+def test_table_subtracts_empty_S_from_perfect_S():
+    found = perfect_s.read_rows()
+    row = next(line for line in perfect_s.empty_table(found, "rpc2-all").splitlines()
+               if line.startswith(f"| {perfect_s.PERFECT} "))
+    cells = [cell.split()[0] for cell in row.strip("| ").split("|")[1:]]
+    for kind, cell in zip(("clean", *perfect_s.KINDS), cells, strict=True):
+        perfect, empty = (found["rpc2-all", kind, condition]
+                          for condition in (perfect_s.PERFECT, perfect_s.EMPTY))
+        gaps = [(perfect[seed] - empty[seed]).mean() for seed in empty]
+        assert cell == f"{sum(gaps) / len(gaps):+.1f}"
