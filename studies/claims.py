@@ -89,6 +89,27 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
             "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
 
 
+def setting(name, arm, flag):
+    """Return a flag of train_cls.py, as text, that an arm of a comparison has.
+
+    name: the comparison. flag: its name without the dashes, for example "lr".
+    """
+    return f"{arms.comparison(name)[0].arms[arm][flag]:g}"
+
+
+def most_fooled(name, measure):
+    """Compare an attack with the same attack along other gradients ("adaptive_").
+
+    name: a comparison. Returns three numbers: how many images more the adaptive attack fools, at
+    most; the number of images; the number of networks.
+    """
+    found = arms.comparison(name)[1].found
+    adaptive = found[f"adaptive_{measure}"]
+    more = [(found[measure][run] - right).sum() / 100 for run, right in adaptive.items()]
+    images = {len(right) for right in adaptive.values()}
+    return f"{max(more):.0f} of {max(images)} in {len(more)}"
+
+
 def judged_as(name, pair):
     """Return the outcome of a pair: below, above, equal (within its margins) or open."""
     study, of = arms.comparison(name)
@@ -145,6 +166,15 @@ def grouped(name):
     return line.grouped(name, line_networks(name)[0])
 
 
+def bent(name, group, measure, what="difference"):
+    """Describe the distance of a whole group from a parabola instead of a line, see `pooled`."""
+    networks = line_networks(name)[0]
+    members = line.GROUPS[name][group]
+    reference = line.reference(networks, *members, *line.KIN)
+    own = line.of_arms(networks, *members)
+    return described(line.distance(own, reference, full(name, measure), degree=2), what)
+
+
 def adjusted(how, measure, what="difference"):
     """Describe RPC minus its baseline after 24 epochs, at equal clean loss.
 
@@ -193,7 +223,7 @@ def mean(files, *given):
     last = max(float(row.get("step", 0)) for row in rows)
     found = [row for row in rows if float(row.get("step", 0)) == last]
     for part in column.split("."):
-        found = [row[part] for row in found]
+        found = [row[int(part) if isinstance(row, list) else part] for row in found]
     return written([*map(float, found)], form)
 
 
@@ -201,8 +231,14 @@ def written(found, form):
     """Format the mean of numbers.
 
     form: ".2f": the mean. "±.2f": with the standard deviation. "ci2": two digits, with a t
-    interval. "in2": the same without plus signs.
+    interval. "in2": the same without plus signs. "least.2f", "most.2f": the lowest or the highest
+    number. "p.5": the p of a t test of the mean against .5.
     """
+    if form.startswith("p"):
+        return show_p(paired_t(np.array(found) - float(form[1:])).p)
+    if form.startswith(("least", "most")):
+        found = [min(found) if form.startswith("least") else max(found)]
+        form = form.removeprefix("least").removeprefix("most")
     if form.startswith("±"):
         return spread(found, form[1:])
     if form.startswith(("ci", "in")):
@@ -221,6 +257,17 @@ def way(table, network, measure, form="ci1"):
     """Return the position of learned values between a random matrix (0) and the best one (100)."""
     rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
     return written(kernel_pca.closed(rows, network, measure), form)
+
+
+def toward(table, network, measure, source, form="ci1"):
+    """Return the position of values between a random matrix (0) and exact kernel PCA (100).
+
+    source: "learned", or "best" for the best linear matrix.
+    """
+    rows = probe.read_csv(RESULTS / f"kpca/{table}.csv")
+    names = "x W", f"fitted to {measure}" if source == "best" else source, "KPCA"
+    random, own, exact = (kernel_pca.seed_means(rows, network, measure, name) for name in names)
+    return written(100 * (own - random) / (exact - random), form)
 
 
 def chosen(criterion):
@@ -271,14 +318,14 @@ def where(network, measure, form, file="rows"):
     return written(groups[network, last][measure], form)
 
 
-def perfect(arm, kind, condition, what="difference"):
-    """Describe a condition minus "as trained" of studies.perfect_s; what: see `described`.
+def perfect(arm, kind, condition, what="difference", base="as trained"):
+    """Describe a condition minus the condition `base` of studies.perfect_s; see `described`.
 
-    "arm" and "baseline" return the accuracy under the condition and as trained, "±" the accuracy
-    with its standard deviation over seeds.
+    what: also "arm" and "baseline", the accuracy under the condition and under the base, or "±",
+    the accuracy with its standard deviation over seeds.
     """
     found = perfect_s.read_rows()
-    key, base = (arm, kind, condition), (arm, kind, "as trained")
+    key, base = (arm, kind, condition), (arm, kind, base)
     if what in ("arm", "baseline", "±"):
         values = [x.mean() for x in found[base if what == "baseline" else key].values()]
         return spread(values) if what == "±" else f"{np.mean(values):.1f}"
@@ -286,10 +333,27 @@ def perfect(arm, kind, condition, what="difference"):
     return described(perfect_s.gap(found, key, base), what, p.get(key, np.nan), 20)
 
 
-def perfect_trained(kind, what="difference"):
-    """Describe training and testing with perfect S, minus both with the S of PAP."""
-    d = perfect_s.gap(perfect_s.read_rows(), *perfect_s.trained_pair(kind))
+def perfect_trained(kind, what="difference", tested="as trained"):
+    """Describe training and testing with perfect S, minus training with the S of PAP.
+
+    tested: the condition under which the networks trained with the S of PAP are tested.
+    """
+    d = perfect_s.gap(perfect_s.read_rows(), *perfect_s.trained_pair(kind, tested))
     return described(d, what)
+
+
+def paper(table, row, base, column, form):
+    """Return a difference of two rows in the paper's tables (studies/reproduce/paper.csv).
+
+    base: the row that is subtracted. form: "nats3" subtracts logarithms and shows three digits;
+    other forms: see `written`.
+    """
+    with open(ROOT / "studies/reproduce/paper.csv", newline="") as f:
+        found = {of["row"]: float(of["value"]) for of in csv.DictReader(f)
+                 if (of["table"], of["column"]) == (table, column)}
+    if form.startswith("nats"):
+        return f"{math.log(found[row] / found[base]):+.{form[4:]}f}"
+    return written([found[row] - found[base]], form)
 
 
 def lm_gap(text, variant, baseline, measure="clean"):
@@ -318,9 +382,10 @@ def pro(variant, measure, baseline=""):
     return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, on_those, judged_as, rule, off, apart, pooled, adjusted,
-                                     fit, mean, kpca, way, chosen, nats, beyond, where, perfect,
-                                     perfect_trained, lm_gap, lm_perplexity, pro)}
+FUNCTIONS = {f.__name__: f for f in (gap, on_those, setting, most_fooled, judged_as, rule, off,
+                                     apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
+                                     chosen, nats, beyond, where, perfect, perfect_trained, paper,
+                                     lm_gap, lm_perplexity, pro)}
 
 
 def value(expression):

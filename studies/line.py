@@ -151,8 +151,10 @@ def ends(line, measure):
     return np.array([x.min(), x.max()]) + np.array([-0.05, 0.05]) * np.ptp(x)
 
 
-def distance(own, line, measure):
+def distance(own, line, measure, degree=1):
     """Measure the mean distance of networks from the line, in points, as a Difference.
+
+    degree: 1 fits a straight line, 2 a parabola.
 
     The variance of the distance is the variance of the mean residual plus the variance of the line
     at this clean loss (Welch; degrees of freedom: Satterthwaite). The first part is the largest of
@@ -163,12 +165,12 @@ def distance(own, line, measure):
     """
     own = [network for network in own if measure in network.accuracy]
     (x, y), (at, of) = points(line, measure), points(own, measure)
-    fit, covariance, spread, df = least_squares(np.vander(x, 2), y)
+    fit, covariance, spread, df = least_squares(np.vander(x, degree + 1), y)
     residual, n = of - np.polyval(fit, at), len(own)
     first, last = ends(line, measure)
     if not first <= at.mean() <= last:
         return Difference(n, residual.mean(), *[np.nan] * 5)
-    place = np.array([at.mean(), 1])
+    place = np.vander(at, degree + 1).mean(0)
     of_line, floor, parts = place @ covariance @ place, spread / n, [(0.0, 1)]
     seeds = {network.seed for network in own}
     k, sums = len(seeds), [sum(r - residual.mean() for r, network in zip(residual, own)

@@ -70,3 +70,27 @@ def test_changed_row_is_named(tmp_path, monkeypatch):
     faults = list(claims.faults([claim]))
     claims.rows_of.cache_clear()
     assert faults[0].startswith("claims.csv: ")
+
+
+def test_lowest_highest_and_p_of_numbers():
+    numbers = [0.5, 0.7, 0.9]
+    assert [claims.written(numbers, form) for form in (".1f", "least.1f", "most.1f")] == [
+        "0.7", "0.5", "0.9"]
+    assert claims.written(numbers, "p.7") == "1.000"
+    t = 0.7 / (0.2 / 3 ** 0.5)                              # two degrees of freedom
+    assert claims.written(numbers, "p.0") == f"{1 - t / (2 + t * t) ** 0.5:.3f}"[1:]
+
+
+def test_position_of_best_matrix_stays_below_kernel_pca():
+    best = claims.toward("trained", "softmax", "eig_cos", "best", ".2f")
+    learned = claims.toward("trained", "softmax", "eig_cos", "learned", ".2f")
+    assert 0 < float(learned) < float(best) < 100
+    assert claims.toward("trained", "softmax", "eig_cos", "KPCA", ".2f") == "100.00"
+    assert claims.toward("trained", "softmax", "eig_cos", "x W", ".2f") == "0.00"
+
+
+def test_gain_of_paper_is_a_difference_of_rows():
+    gain = claims.paper("1", "RPC 4iter/layer1", "SymViT", "IN-C", "+.2f")
+    assert gain == "+0.90"                                              # 42.35 - 41.45
+    assert claims.paper("1", "SymViT", "RPC 4iter/layer1", "IN-C", "+.2f") == "-0.90"
+    assert claims.paper("1", "SymViT", "SymViT", "IN-C", "nats3") == "+0.000"

@@ -30,6 +30,19 @@ def test_defence_is_off_the_line():
     assert low < r < high < -0.9 and bend > 0.05
 
 
+def test_networks_on_a_parabola_are_off_a_straight_line():
+    def bent(arm, seed, loss):
+        x = np.log(loss)
+        noise = np.random.default_rng([seed, len(arm)]).normal(0, 0.5)
+        return line.Network(arm, seed, loss, {M: 40 - 15 * x - 3 * x ** 2 + noise})
+
+    losses = {"symmetric-e4": 0.4, "symmetric-e8": 0.1, "symmetric-e16": 0.03}
+    of = [bent(arm, seed, loss) for arm, loss in losses.items() for seed in range(4)]
+    own = [bent("slow", seed, 0.1) for seed in range(4)]
+    straight, parabola = (line.distance(own, of, M, degree) for degree in (1, 2))
+    assert straight.low > 0 and parabola.low < 0 < parabola.high
+
+
 def by_hand(own, of, measure):
     """Return a mean residual, its variance and its degrees of freedom (Welch), with numpy only."""
     x, y = (np.array(z) for z in zip(*((np.log(n.loss), n.accuracy[measure]) for n in of)))
