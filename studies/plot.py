@@ -143,7 +143,7 @@ FOREST = {"rpc": {
         ("scenes", "rpc2-all", "symmetric", "in all layers, 2 steps"),
         ("scenes", "no-shrink", "symmetric", "without its sparse part"),
         ("scenes", "admm", "symmetric", "with the settings of ADMM"),
-        ("eighteen", "paper-0.05-n4", "symmetric", "with chosen settings")],
+        ("thirteen", "paper-0.05-n4", "symmetric", "chosen settings, unplanned")],
     "minus a layer that averages": [
         ("lambda-0", "paper-0.05-n4", "uniform-l0", "chosen settings")],
     "other training": [
@@ -342,7 +342,7 @@ def where_figure(path, finding):
     by_step = {step: values for (network, step), values in where_is_s.over_seeds(
         common.read_log(where_is_s.ROWS)).items() if network == "rpc 4iter/layer0"}
     scores = {"S, step 4": ("S", "^", "-", "#d55e00"),
-              "|k|": ("size of the key", "o", "-.", "black"),
+              "|k|": ("length of the key", "o", "-.", "black"),
               "distance": ("distance from the mean key", "x", "--", "#0072b2")}
     lengths = {"residual, step 4": ("|K - S - L| / |K|", "s", "-", "black"),
                "|S| / |K|, step 4": ("|S| / |K|", "^", "-", "#d55e00")}
@@ -415,10 +415,10 @@ def main(argv=None):
     training_figure(folder / "kpca/trained.png",
                     "Trained values stay close to a random matrix")
     where_figure(folder / "where_is_s/where_is_s.png",
-                 "S follows the size of the key, not the corruption")
+                 "S follows the length of the key")
     perfect_figure(folder / "perfect_s/perfect_s.png",
-                   "Leaving corrupted patches out of every layer helps; "
-                   "a perfect S mostly does not")
+                   "S empty and perfect S differ at corrupted patches only; "
+                   "leaving these out helps more")
     budget_figure({"PGD-20, 8 epochs": arms.stored(STUDIES["control"])},
                   folder / "control/budgets.png", DEFENDED,
                   "At equal epochs, adversarial training helps at every budget")
