@@ -233,8 +233,10 @@ def empty_table(found, arm):
     """Format as Markdown: both kinds of perfect S minus "S empty" of an arm. Not planned."""
     body = []
     for condition in WITH_S[1:]:
-        pairs = [((arm, kind, condition), (arm, kind, EMPTY)) for kind in ("clean", *KINDS)]
-        body.append([condition, *(show(gap(found, *pair)) for pair in pairs)])
+        row = [condition]
+        for kind in ("clean", *KINDS):
+            row.append(show(gap(found, (arm, kind, condition), (arm, kind, EMPTY))))
+        body.append(row)
     return common.table(body, ["minus S empty, points", "clean", *KINDS])
 
 
@@ -259,8 +261,10 @@ def tables(found):
             parts.append(empty_table(found, arm))
     body = []
     for kind in ("clean", *KINDS):
-        pairs = [trained_pair(kind, tested) for tested in ("as trained", PERFECT)]
-        body.append([kind, *(show(gap(found, *pair)) for pair in pairs)])
+        row = [kind]
+        for tested in ("as trained", PERFECT):
+            row.append(show(gap(found, *trained_pair(kind, tested))))
+        body.append(row)
     parts.append("## Trained and tested with perfect S, minus trained with its own S\n\n"
                  + common.table(body, ["points of accuracy", "tested as trained",
                                        "tested with perfect S"]))
