@@ -30,7 +30,7 @@ def test_defence_is_off_the_line():
     assert low < r < high < -0.9 and bend > 0.05
 
 
-def test_networks_on_a_parabola_are_off_a_straight_line():
+def test_points_of_parabola_are_off_a_line():
     def bent(arm, seed, loss):
         x = np.log(loss)
         noise = np.random.default_rng([seed, len(arm)]).normal(0, 0.5)
