@@ -236,6 +236,49 @@ def test_transformers_rejects_changed_scores_and_cross_attention(transformers):
         run(tokens, encoder_hidden_states=torch.randn(2, 12, 32))
 
 
+def test_transformers_rejects_unknown_keywords(transformers):
+    """Packed sequences, for example, reach the attention as cu_seq_lens_q."""
+    tokens = torch.randint(49, (2, 12))
+    run, _ = language_model(transformers, "Llama", num_key_value_heads=4, intermediate_size=64)
+    ends = torch.tensor([0, 6, 12], dtype=torch.int32)
+    with pytest.raises(ValueError, match="passes cu_seq_lens_q"):
+        run(tokens, cu_seq_lens_q=ends)
+    expected = run(tokens)
+    assert torch.equal(run(tokens, output_attentions=False, num_items_in_batch=3,
+                           cu_seq_lens_q=None), expected)
+
+
+def test_transformers_masks_may_be_keywords(transformers):
+    """Blip-2 and 60 other families pass attention_mask by its name."""
+    config = transformers.Blip2VisionConfig(hidden_size=32, intermediate_size=64, image_size=32,
+                                            num_hidden_layers=1, num_attention_heads=4,
+                                            patch_size=8)
+    model = transformers.Blip2VisionModel._from_config(config, attn_implementation="rpc")
+    found = model.eval()(torch.rand(2, 3, 32, 32)).last_hidden_state
+    assert found.shape == (2, 17, 32)
+
+
+@pytest.mark.parametrize("name", ["Bart", "MBart", "Pegasus", "Blip2QFormer", "Bert"])
+def test_transformers_rejects_cross_attention_of_equal_length(transformers, name):
+    sizes = dict(vocab_size=50, d_model=32, hidden_size=32, encoder_hidden_size=32,
+                 decoder_layers=1, num_hidden_layers=1, decoder_attention_heads=4,
+                 num_attention_heads=4, intermediate_size=64, decoder_ffn_dim=32, is_decoder=True,
+                 add_cross_attention=True)
+    config = getattr(transformers, f"{name}Config")
+    config = config(**{k: v for k, v in sizes.items() if hasattr(config(), k)})
+    if name == "Blip2QFormer":
+        config.cross_attention_frequency = 1
+        model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="rpc")
+        inputs = dict(query_embeds=torch.randn(2, 12, 32))
+    else:
+        family = getattr(transformers, "BertLMHeadModel" if name == "Bert"
+                         else f"{name}ForCausalLM")
+        model = family._from_config(config, attn_implementation="rpc")
+        inputs = dict(input_ids=torch.randint(3, 49, (2, 12)), use_cache=False)
+    with pytest.raises(ValueError, match="no cross-attention"):
+        model.eval()(**inputs, encoder_hidden_states=torch.randn(2, 12, 32))
+
+
 def test_transformers_rejects_settings_without_rpc_support(transformers):
     tokens = torch.randint(50, (2, 12))
     run, gpt = language_model(transformers, "GPT2")

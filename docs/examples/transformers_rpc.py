@@ -10,25 +10,37 @@ from transformers.masking_utils import sdpa_mask
 from attention import rpc_attention
 
 
-def rpc(module, query, key, value, mask, dropout=0.0, is_causal=None, q=None, **others):
+# Keywords that change nothing here: the scale is 1/sqrt(D), and the mask contains the window.
+IGNORED = {"scaling", "sliding_window", "position_ids", "cache_position", "use_cache",
+           "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
+           "num_items_in_batch", "deterministic"}
+
+
+def rpc(module, query, key, value, attention_mask, dropout=0.0, is_causal=None, q=None, **others):
+    name = type(module).__name__
+    causal = module.is_causal if is_causal is None else is_causal
+    for keyword, setting in others.items():
+        if setting is not None and keyword not in IGNORED:
+            raise ValueError(f"{name} passes {keyword}, which RPC-Attention does not support")
     if key.shape != query.shape:
         raise ValueError(f"queries {tuple(query.shape)}, keys {tuple(key.shape)}: RPC-Attention "
                          "has no KV cache (use_cache=False) and no grouped queries")
-    if module.config.is_encoder_decoder or getattr(module, "is_cross_attention", False):
-        raise ValueError("RPC-Attention has no cross-attention")
-    for name in ("position_bias", "softcap", "s_aux", "sinks"):
-        if others.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} has {name}, which changes the scores")
-    keep, causal = None, module.is_causal if is_causal is None else is_causal
-    if mask is not None:                    # (B, 1, N, N): True where a token may attend
-        keep = mask[:, 0, -1]               # (B, N): False is padding
+    if (module.config.is_encoder_decoder or getattr(module, "is_cross_attention", False)
+            or getattr(module, "is_decoder", False) and not causal      # as in Bart's decoder
+            or hasattr(module.config, "cross_attention_frequency") or "Cross" in name):
+        raise ValueError(f"{name}: RPC-Attention has no cross-attention")
+    keep = None
+    if attention_mask is not None:          # (B, 1, N, N): True where a token may attend
+        keep = attention_mask[:, 0, -1]     # (B, N): False is padding
         seen = keep[:, None, None].expand(-1, -1, len(keep[0]), -1)         # what we compute
-        same = (mask == (seen.tril() if causal else seen)).all()
+        if causal:
+            seen = seen.tril()
+        same = (attention_mask == seen).all()
         problem = ("the mask is not a bool mask of padding, causal in a causal model: "
                    "RPC-Attention has no windows, packing, prefixes and other masks")
-        if mask.dtype == torch.bool and torch.compiler.is_compiling():
+        if attention_mask.dtype == torch.bool and torch.compiler.is_compiling():
             torch._assert_async(same, problem)                              # checked at run time
-        elif mask.dtype != torch.bool or not same:
+        elif attention_mask.dtype != torch.bool or not same:
             raise ValueError(problem)
     h = rpc_attention(key, value, q=q, causal=causal, dropout_p=dropout, keep=keep,
                       **getattr(module, "pap", {}))
