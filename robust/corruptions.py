@@ -8,11 +8,12 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
 one grey level.
 
 A corruption is a function of (images, c, u), an entry in CORRUPTIONS, and an entry in CONSTANTS in
-severities.py. images: uint8. c: the severity's constant or constants. u(n) draws (B, n) uniform
-numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are truncated, not rounded.
+severities.py. images: uint8. c: the severity's constant or constants. u: a function; u(n) draws
+(B, n) uniform numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are truncated, not rounded.
 """
 
 import math
+import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -22,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from data.rng import CORRUPTION, normal, uniform
-from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, motion, pixel_grid,
-                            quantise, shrink)
+from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, motion,
+                            pixel_grid, quantise, shrink)
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
@@ -37,7 +38,8 @@ def draw_values(images, u):
 
 def gaussian_noise(images, c, u):
     """Add Gaussian noise of standard deviation c, where white is 1."""
-    return quantise(normal(draw_values(images, u)).mul_(255 * c).add_(images))
+    noise = normal(draw_values(images, u))
+    return quantise(noise.mul_(255 * c).add_(images))
 
 
 @lru_cache(maxsize=10)
@@ -54,14 +56,16 @@ def shot_table(photons, device):
 
 def shot_noise(images, c, u):
     """Replace x by a draw of Poisson(c * x) / c, by table lookup; white is 1."""
-    index = images.int().mul_(2 ** 16).add_((draw_values(images, u) * 2 ** 16).int())
-    return shot_table(c, images.device).index_select(0, index.flatten()).view_as(images)
+    quantile = (draw_values(images, u) * 2 ** 16).int()
+    index = images.int().mul_(2 ** 16).add_(quantile)
+    table = shot_table(c, images.device)
+    return table.index_select(0, index.flatten()).view_as(images)
 
 
 def impulse_noise(images, c, u):
     """Set a share c of the values to 0 or 255, each channel of a pixel independently."""
-    u = draw_values(images, u)
-    return images.masked_fill(u < c, 255).masked_fill_(u < c / 2, 0)
+    values = draw_values(images, u)
+    return images.masked_fill(values < c, 255).masked_fill_(values < c / 2, 0)
 
 
 # --- blur -----------------------------------------------------------------------------------------
@@ -89,10 +93,12 @@ def defocus_blur(images, c, u):
 
 def draw_glass_blur(u, H, W, c):
     """Draw shifts dy * W + dx with dy and dx from -d to d - 1: (B, rounds, H - 2d, W - 2d)."""
-    d = c[1]
-    u = u(c[2] * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)               # dy and dx from one number
-    dy, dx = u.floor() - d, u.frac().mul_(2 * d).floor_() - d
-    return dy.mul_(W).add_(dx).long().view(-1, c[2], H - 2 * d, W - 2 * d)
+    _, d, rounds = c
+    numbers = u(rounds * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)       # dy and dx from one number
+    dy = numbers.floor() - d
+    dx = numbers.frac().mul_(2 * d).floor_() - d
+    shift = dy.mul_(W).add_(dx).long()
+    return shift.view(-1, rounds, H - 2 * d, W - 2 * d)
 
 
 def glass_blur(images, c, u):
@@ -106,19 +112,21 @@ def glass_blur(images, c, u):
     sigma, d, _ = c
     B, C, H, W = images.shape
     shift = draw_glass_blur(u, H, W, c)
-    here = torch.arange(H * W, device=images.device).expand(B, -1)
+    pixel = torch.arange(H * W, device=images.device).expand(B, -1)
     border = (d + 1, d - 1, d + 1, d - 1)                       # pixels that are not shifted
     inside = F.pad(torch.ones_like(shift[:, 0], dtype=torch.bool), border).flatten(1)
-    source = here
+    doublings = 5 if d > 1 else 0                               # there are no chains for d = 1
+    source = pixel
     for step in shift.unbind(1):
-        target = here + F.pad(step, border).flatten(1)
-        before = (target > here) & inside.gather(1, target)                   # visited earlier
-        chain = torch.where(before, target, here)
-        for _ in range(5 if d > 1 else 0):                                   # no chains for d = 1
+        target = pixel + F.pad(step, border).flatten(1)
+        visited_earlier = (target > pixel) & inside.gather(1, target)
+        chain = torch.where(visited_earlier, target, pixel)
+        for _ in range(doublings):
             chain = chain.gather(1, chain)
         source = source.gather(1, target.gather(1, chain))
-    x = quantise(gaussian_blur(images.float(), sigma)).flatten(2)
-    x = x.gather(2, source[:, None].expand(-1, C, -1)).view_as(images)
+    x = quantise(gaussian_blur(images.float(), sigma))
+    source = source[:, None].expand(-1, C, -1)
+    x = x.flatten(2).gather(2, source).view_as(images)
     return quantise(gaussian_blur(x.float(), sigma))
 
 
@@ -134,13 +142,16 @@ def cropped(side, factor):
 
 def zoom_blur(images, c, u):
     """Average the image and enlarged copies of its centre."""
-    (H, W), x = images.shape[2:], images.float()
+    H, W = images.shape[2:]
+    x = images.float()
     total = x.clone()
     # By rounding, arange(1, 1.11, 0.01) includes the end 1.11 (severity 1), as in the source.
     factors = np.arange(1, *c).tolist()
     for f in factors:
-        h, w = cropped(H, f), cropped(W, f)
-        top, left = (H - h) // 2, (W - w) // 2
+        h = cropped(H, f)
+        w = cropped(W, f)
+        top = (H - h) // 2
+        left = (W - w) // 2
         total += enlarge(x[:, :, top:top + h, left:left + w], f, H, W)
     return quantise(total.div_(len(factors) + 1))
 
@@ -149,9 +160,10 @@ def zoom_blur(images, c, u):
 
 def draw_snow(u, H, W, c):
     """Draw the visible part of a standard normal field, (B, h, w), and angles (B,) in degrees."""
-    h, w = cropped(H, c[2]), cropped(W, c[2])
-    u = u(h * w + 1)
-    return normal(u[:, 1:]).view(-1, h, w), u[:, 0] * 90 - 135
+    h = cropped(H, c[2])
+    w = cropped(W, c[2])
+    numbers = u(h * w + 1)
+    return normal(numbers[:, 1:]).view(-1, h, w), numbers[:, 0] * 90 - 135
 
 
 def snow(images, c, u):
@@ -169,42 +181,53 @@ def snow(images, c, u):
 
 def frost(images, c, u, frost_dir=None):
     """Return the weighted sum of the image and a random part of a random texture of frost."""
-    (H, W), u = images.shape[2:], u(3)
-    textures = scaled_frost(frost_dir, c[2], H, W, u.device)
-    which = (u[:, 0] * len(textures)).long().tolist()
+    H, W = images.shape[2:]
+    numbers = u(3)
+    textures = scaled_frost(frost_dir, c[2], H, W, images.device)
+    which = (numbers[:, 0] * len(textures)).long().tolist()
     room = torch.tensor([textures[i].shape[1:] for i in which]) - torch.tensor([H, W])
-    corner = (u[:, 1:].cpu() * room).long().tolist()
-    part = torch.stack([textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corner)])
-    return quantise(c[0] * images.float() + c[1] * part.float())
+    corners = (numbers[:, 1:].cpu() * room).long().tolist()
+    parts = [textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corners)]
+    return quantise(c[0] * images.float() + c[1] * torch.stack(parts).float())
 
 
 def draw_fog(u, H, W, c):
     """Draw a plasma fractal in [0, 1], (B, H, W): midpoint displacement on a torus of side 2^k."""
-    step = side = 2 ** math.ceil(math.log2(max(H, W)))
-    noise, wibble = 2 * u(side * side) - 1, 100.0
-    m = torch.zeros(len(noise), side, side, device=noise.device)
-    used = 0
+    side = 2 ** math.ceil(math.log2(max(H, W)))
+    step = side
+    noise = 2 * u(side * side) - 1
+    used = 0                                                            # columns of noise
+    wibble = 100.0
+    field = torch.zeros(len(noise), side, side, device=noise.device)
     while step >= 2:
-        n, half = side // step, step // 2
+        n = side // step
+        half = step // 2
         numbers = noise[:, used:used + 3 * n * n].unflatten(1, (3, n, n))
-        a, b, d = numbers.mul(wibble ** 2).unbind(1)                    # the source squares it, too
-        corner = m[:, ::step, ::step].clone()
-        square = corner + corner.roll(-1, 1)
-        centre = (square + square.roll(-1, 2)) / 4 + a
-        m[:, half::step, half::step] = centre
-        above, left = centre.roll(1, 1), centre.roll(1, 2)
-        m[:, ::step, half::step] = (centre + above + corner + corner.roll(-1, 2)) / 4 + b
-        m[:, half::step, ::step] = (centre + left + corner + corner.roll(-1, 1)) / 4 + d
-        step, wibble, used = half, wibble / c[1], used + 3 * n * n
-    m -= m.amin((1, 2), keepdim=True)
-    return m[:, :H, :W] / m.amax((1, 2), keepdim=True)
+        numbers = numbers.mul(wibble ** 2)                              # the source squares it, too
+        at_centre, across, down = numbers.unbind(1)
+        corner = field[:, ::step, ::step].clone()
+        right = corner.roll(-1, 2)
+        below = corner.roll(-1, 1)
+        pair = corner + below
+        centre = (pair + pair.roll(-1, 2)) / 4 + at_centre
+        above = centre.roll(1, 1)
+        left = centre.roll(1, 2)
+        field[:, half::step, half::step] = centre
+        field[:, ::step, half::step] = (centre + above + corner + right) / 4 + across
+        field[:, half::step, ::step] = (centre + left + corner + below) / 4 + down
+        step = half
+        wibble = wibble / c[1]
+        used += 3 * n * n
+    field -= field.amin((1, 2), keepdim=True)
+    return field[:, :H, :W] / field.amax((1, 2), keepdim=True)
 
 
 def fog(images, c, u):
     """Return (x + c * plasma) * M / (M + c). M is the image's largest value; white is 1."""
     plasma = draw_fog(u, *images.shape[2:], c)
     white = images.amax((1, 2, 3), keepdim=True).float()
-    return quantise((images + 255 * c[0] * plasma[:, None]).mul_(white / (white + 255 * c[0])))
+    x = images + 255 * c[0] * plasma[:, None]
+    return quantise(x.mul_(white / (white + 255 * c[0])))
 
 
 # --- colour, shape, coding ------------------------------------------------------------------------
@@ -226,15 +249,19 @@ def contrast(images, c, u):
 
 def draw_elastic_transform(u, H, W, c):
     """Draw shifts of 3 corners, (B, 3, 2) up to +-c[2], and fields in [-1, 1), (B, 2, H, W)."""
-    u = 2 * u(6 + 2 * H * W) - 1
-    return c[2] * u[:, :6].view(-1, 3, 2), u[:, 6:].view(-1, 2, H, W)
+    numbers = 2 * u(6 + 2 * H * W) - 1
+    return c[2] * numbers[:, :6].view(-1, 3, 2), numbers[:, 6:].view(-1, 2, H, W)
 
 
 def elastic_transform(images, c, u):
     """Move three corners by `jitter` (an affine map), then all pixels by alpha * smoothed field."""
-    (H, W), (alpha, sigma, _), x = images.shape[2:], c, images.float()
+    H, W = images.shape[2:]
+    alpha, sigma, _ = c
+    x = images.float()
     jitter, field = draw_elastic_transform(u, H, W, c)
-    y0, x0, s = H // 2, W // 2, min(H, W) // 3
+    y0 = H // 2
+    x0 = W // 2
+    s = min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + jitter, (0, 1), value=1)
     inverse = torch.linalg.inv_ex(moved)[0]
@@ -250,13 +277,15 @@ def elastic_any_size(images, c, u):
     """Apply smoothed random shifts that grow with the image, as imagecorruptions does."""
     H, W = images.shape[2:]
     field = 2 * u(2 * H * W).view(-1, 2, H, W) - 1
-    return quantise(displace(images.float(), (0.01 * H, 0.01 * W), c * 0.005 * H * field))
+    shift = c * 0.005 * H * field
+    return quantise(displace(images.float(), (0.01 * H, 0.01 * W), shift))
 
 
 def pixelate(images, c, u):
     """Shrink by c with a box filter, first across, then down; enlarge by repeating pixels."""
     H, W = images.shape[2:]
-    h, w = int(H * c), int(W * c)
+    h = int(H * c)
+    w = int(W * c)
     row = (2 * torch.arange(H, device=images.device) + 1) * h // (2 * H)
     column = (2 * torch.arange(W, device=images.device) + 1) * w // (2 * W)
     x = shrink(images.mT.contiguous(), w)                   # across: rows of the transposed image
@@ -264,12 +293,26 @@ def pixelate(images, c, u):
     return x[:, :, row][:, :, :, column]
 
 
+def jpeg_threads():
+    """Return how many images are coded at once: the cores that this process may use, up to 16.
+
+    torchrun sets PyTorch's own number of threads to 1, while the other cores wait.
+    """
+    if hasattr(os, "sched_getaffinity"):                        # Linux
+        return min(16, len(os.sched_getaffinity(0)))
+    return min(16, os.cpu_count())
+
+
 def jpeg_compression(images, c, u):
     """Encode at quality c, with colours at half resolution, and decode, on CPU threads."""
     from torchvision.io import decode_jpeg, encode_jpeg
+
+    def code(image):
+        return decode_jpeg(encode_jpeg(image, c))
+
     x = images.cpu().contiguous(memory_format=torch.channels_last)      # the encoder's layout
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        decoded = [*pool.map(lambda image: decode_jpeg(encode_jpeg(image, c)), x)]
+    with ThreadPoolExecutor(jpeg_threads()) as pool:
+        decoded = list(pool.map(code, x))
     return torch.stack(decoded).to(images.device)
 
 
@@ -277,15 +320,22 @@ def jpeg_compression(images, c, u):
 
 ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
 CORRUPTIONS = {function.__name__: function for function in (
-    gaussian_noise, shot_noise, impulse_noise, defocus_blur, glass_blur, motion_blur, zoom_blur,
-    snow, frost, fog, brightness, contrast, elastic_transform, pixelate, jpeg_compression)}
+    gaussian_noise, shot_noise, impulse_noise,
+    defocus_blur, glass_blur, motion_blur, zoom_blur,
+    snow, frost, fog, brightness,
+    contrast, elastic_transform, pixelate, jpeg_compression)}
 NAMES = tuple(CORRUPTIONS)            # ImageNet-C's 15: means and mCE are taken over these only
 # Enter your own corruption here.
 
 
 def table_of(H, W):
     """Return 224, 64 or 32, the table of constants for the shorter side of the images."""
-    return 224 if min(H, W) >= 128 else 64 if min(H, W) >= 48 else 32
+    side = min(H, W)
+    if side >= 128:
+        return 224
+    if side >= 48:
+        return 64
+    return 32
 
 
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
@@ -296,19 +346,30 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     in their data set; None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None:
     synthetic textures.
     """
-    if images.dtype != torch.uint8 or images.shape[1] != 3 or severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, severity {severity}; "
-                         f"expected uint8 (B, 3, H, W) and 1 to 5")
-    (B, _, H, W), device = images.shape, images.device
-    index = torch.as_tensor(range(B) if index is None else index, dtype=torch.int64).to(device)
-    apply, constants = CORRUPTIONS[name], CONSTANTS[name]
+    if images.dtype != torch.uint8 or images.shape[1] != 3:
+        raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, "
+                         f"expected uint8 (B, 3, H, W)")
+    if severity not in (1, 2, 3, 4, 5):
+        raise ValueError(f"severity is {severity}, expected 1 to 5")
+    B, _, H, W = images.shape
+    device = images.device
+    if index is None:
+        index = range(B)
+    index = torch.as_tensor(index, dtype=torch.int64).to(device)
+    function = CORRUPTIONS[name]
+    constants = CONSTANTS[name]
     if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
-        apply, constants = elastic_any_size, CONSTANTS["elastic_any_size"]
+        function = elastic_any_size
+        constants = CONSTANTS["elastic_any_size"]
     if name == "frost":
-        apply = partial(frost, frost_dir=frost_dir)
-    constants = constants[table_of(H, W)] if isinstance(constants, dict) else constants
+        function = partial(frost, frost_dir=frost_dir)
+    if isinstance(constants, dict):
+        constants = constants[table_of(H, W)]
     c = constants[severity - 1]
-    number = CORRUPTION + NAMES.index(name) if name in NAMES else zlib.crc32(name.encode()) // 2
+    if name in NAMES:
+        number = CORRUPTION + NAMES.index(name)
+    else:
+        number = zlib.crc32(name.encode()) // 2                 # of your own corruption
 
     # Corrupt slices of the batch that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
@@ -316,6 +377,9 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     size = max(1, pixels // (H * W))
     for first in range(0, B, size):
         part = slice(first, first + size)
-        out[part] = apply(images[part].contiguous(), c,
-                          lambda n: uniform(index[part], n, seed, number, severity))
+
+        def u(n):
+            return uniform(index[part], n, seed, number, severity)
+
+        out[part] = function(images[part].contiguous(), c, u)
     return out

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 
 def quantise(x, guard=2 ** -12):
-    """Turn grey levels into uint8: clip and truncate. Overwrites x.
+    """Turn grey levels into uint8: clip and truncate.
 
     The guard is added so that float32 rounding errors do not darken flat areas.
     """
-    return x.add_(guard).clamp_(0, 255).int().byte()            # through int32: faster on a CPU
+    x = (x + guard).clamp_(0, 255)
+    return x.int().byte()                                       # through int32: faster on a CPU
 
 
 def gaussian(radius, sigma):
@@ -32,9 +33,11 @@ def disk(radius, sigma):
     The sum is 1.013 for radius 8 and 1.011 for 10, as in the source.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
-    x, side = torch.arange(-half, half + 1), 2 * half + 1
-    kernel = (x ** 2 + x[:, None] ** 2 <= radius ** 2).float()
-    kernel = F.pad((kernel / kernel.sum())[None, None], [edge] * 4, mode="reflect")[0, 0]
+    side = 2 * half + 1
+    place = torch.arange(-half, half + 1)
+    kernel = (place ** 2 + place[:, None] ** 2 <= radius ** 2).float()
+    kernel = kernel / kernel.sum()
+    kernel = F.pad(kernel[None, None], [edge] * 4, mode="reflect")[0, 0]
     g = gaussian(edge, sigma).float().double()
     for _ in range(2):                               # rows, then columns; rounding as in OpenCV
         kernel = kernel.T
@@ -44,13 +47,15 @@ def disk(radius, sigma):
             total = (total + pair * g[edge + i]).float()
         kernel = total
     kernel = (kernel.double() + kernel.mT) / 2            # exactly symmetric; keeps the sum
-    empty = int((kernel.sum(0) > 0).int().argmax())                           # cut off zeros
+    used = kernel.sum(0) > 0
+    empty = int(used.int().argmax())                        # columns of zeros before the disk
     return kernel[empty:side - empty, empty:side - empty]
 
 
 def gaussian_blur(x, sigma):
     """Filter x with a Gaussian up to 4 sigma; borders repeat, as in scikit-image."""
-    (B, C), radius = x.shape[:2], int(4 * sigma + 0.5)
+    B, C = x.shape[:2]
+    radius = int(4 * sigma + 0.5)
     g = gaussian(radius, sigma).float().to(x.device)
     x = F.pad(x, [radius] * 4, mode="replicate").flatten(0, 1)[None]        # (1, B * C, h, w)
     for kernel in g[None, :], g[:, None]:
@@ -63,20 +68,22 @@ def motion(x, radius, sigma, angle):
 
     Borders repeat. angle: (B,) in degrees. The result equals ImageMagick's MotionBlur.
     """
-    (B, C, H, W), reach = x.shape, 2 * radius
-    i = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
-    weight = [math.exp(-k ** 2 / (2 * sigma ** 2)) for k in range(reach + 1)]
-    dy = (i * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()                    # (taps, B)
-    dx = (i * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
+    B, C, H, W = x.shape
+    reach = 2 * radius
+    tap = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
+    weights = [math.exp(-i ** 2 / (2 * sigma ** 2)) for i in range(reach + 1)]
+    dy = (tap * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()                 # (taps, B)
+    dx = (tap * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
     padded = F.pad(x, [reach] * 4, mode="replicate")
     Hp, Wp = padded.shape[2:]
     rows = padded.flatten().unfold(0, W, 1)                 # row p: the W values from position p on
-    first = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp) + reach * (Wp + 1)
+    first = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp)
+    first = first + reach * (Wp + 1)                        # each channel's first pixel in padded
     first = (first + torch.arange(H, device=x.device) * Wp).flatten(1)      # (B, C * H)
     first = first + (dy * Wp + dx)[..., None]                               # (taps, B, C * H)
     out = torch.zeros_like(x).view(-1, W)
-    for k, index in zip(weight, first.flatten(1)):
-        out.add_(rows.index_select(0, index), alpha=k / sum(weight))
+    for weight, index in zip(weights, first.flatten(1)):
+        out.add_(rows.index_select(0, index), alpha=weight / sum(weights))
     return out.view_as(x)
 
 
@@ -89,13 +96,16 @@ def bilinear(x, across, down, align_corners):
     h, w = x.shape[2:]
     across = (across + edge) * (2 / (w - 1 + 2 * edge)) - 1              # grid_sample wants [-1, 1]
     down = (down + edge) * (2 / (h - 1 + 2 * edge)) - 1
-    grid = torch.stack(torch.broadcast_tensors(across, down), -1).expand(len(x), -1, -1, -1)
+    grid = torch.stack(torch.broadcast_tensors(across, down), -1)
+    grid = grid.expand(len(x), -1, -1, -1)
     return F.grid_sample(x, grid, padding_mode="reflection", align_corners=align_corners)
 
 
 def pixel_grid(H, W, device):
     """Return the coordinates of the pixels: across (W,), down (H, 1); float32."""
-    return torch.arange(W, device=device).float(), torch.arange(H, device=device).float()[:, None]
+    across = torch.arange(W, device=device).float()
+    down = torch.arange(H, device=device).float()
+    return across, down[:, None]
 
 
 def enlarge(x, factor, H, W):
@@ -111,7 +121,8 @@ def enlarge(x, factor, H, W):
 def smoothing(size, sigma, device):
     """Return the matrix (size, size) of a Gaussian filter up to 3 sigma; borders reflect."""
     radius = int(3 * sigma + 0.5)
-    source = (torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)) % (2 * size)
+    source = torch.arange(size)[:, None] + torch.arange(-radius, radius + 1)
+    source = source % (2 * size)
     source = torch.minimum(source, 2 * size - 1 - source)
     matrix = torch.zeros(size, size, dtype=torch.float64)
     matrix.scatter_add_(1, source, gaussian(radius, sigma).expand(size, -1))
@@ -124,9 +135,11 @@ def displace(x, sigma, shift):
     shift: (B, 2, H, W), in pixels, across and down.
     """
     H, W = x.shape[2:]
-    S, T = smoothing(H, sigma[0], x.device), smoothing(W, sigma[1], x.device)
+    down_matrix = smoothing(H, sigma[0], x.device)
+    across_matrix = smoothing(W, sigma[1], x.device).mT
     # Multiply one by one: on some processors a batched product rounds differently per batch size.
-    shift = torch.stack([S @ one.clone() @ T.mT for one in shift.flatten(0, 1)]).view_as(shift)
+    smooth = [down_matrix @ one.clone() @ across_matrix for one in shift.flatten(0, 1)]
+    shift = torch.stack(smooth).view_as(shift)
     across, down = pixel_grid(H, W, x.device)
     return bilinear(x, across + shift[:, 0], down + shift[:, 1], align_corners=False)
 
@@ -138,9 +151,10 @@ def boxes(size, n, device):
     Returns the members of each window, (widest, n), padded with `size`, and its length, (n, 1).
     """
     edge = torch.tensor([int(i * size / n + 0.5) for i in range(n + 1)])
-    member = edge[:-1] + torch.arange(int(edge.diff().max()))[:, None]
+    length = edge.diff()
+    member = edge[:-1] + torch.arange(int(length.max()))[:, None]
     member = torch.where(member < edge[1:], member, size)
-    return member.to(device), edge.diff()[:, None].float().to(device)
+    return member.to(device), length[:, None].float().to(device)
 
 
 def shrink(images, n):
@@ -150,4 +164,5 @@ def shrink(images, n):
     total = x.index_select(2, member[0]).float()
     for rows in member[1:]:
         total += x.index_select(2, rows).float()
-    return total.mul_(1 / length).add_(0.5).short().byte()
+    mean = total.mul_(1 / length)
+    return mean.add_(0.5).short().byte()

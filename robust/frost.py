@@ -22,10 +22,13 @@ FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
 def synthetic_frost(number):
     """Draw noise, (3, 600, 900) uint8, with the spectrum and colours of photograph `number`."""
     H, W = 600, 900
-    mean, std, b = torch.tensor(FROST[number][0]), torch.tensor(FROST[number][1]), FROST[number][2]
+    mean, std, b = FROST[number]
+    mean = torch.tensor(mean)
+    std = torch.tensor(std)
     frequency = torch.hypot(torch.fft.fftfreq(H)[:, None], torch.fft.rfftfreq(W))
     amplitude = torch.where(frequency > 0, frequency.clamp(min=1 / W) ** (-b / 2), 0)
-    white = normal(uniform(torch.tensor([number]), H * W, FROST_NOISE)).view(H, W)
+    numbers = uniform(torch.tensor([number]), H * W, FROST_NOISE)
+    white = normal(numbers).view(H, W)
 
     def standardise(x):
         return (x - x.mean()) / x.std()
@@ -40,9 +43,12 @@ def load_frost(frost_dir):
     if frost_dir is None:
         return [synthetic_frost(number) for number in range(len(FROST))]
     from PIL import Image
-    photographs = [np.array(Image.open(Path(frost_dir, name)).convert("RGB"))
-                   for name in FROST_FILES]
-    return [torch.from_numpy(pixels).permute(2, 0, 1).contiguous() for pixels in photographs]
+    textures = []
+    for name in FROST_FILES:
+        photograph = Image.open(Path(frost_dir, name)).convert("RGB")
+        pixels = torch.from_numpy(np.array(photograph))
+        textures.append(pixels.permute(2, 0, 1).contiguous())
+    return textures
 
 
 @lru_cache(maxsize=8)
@@ -55,6 +61,7 @@ def scaled_frost(frost_dir, scale, H, W, device):
             x = F.interpolate(x, scale_factor=scale, mode="bilinear").round_()
         need = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
         if need > 1:
-            x = F.interpolate(x, scale_factor=1.1 * need, mode="bicubic").round_().clamp_(0, 255)
+            x = F.interpolate(x, scale_factor=1.1 * need, mode="bicubic")
+            x = x.round_().clamp_(0, 255)
         textures.append(x[0].byte())
     return textures

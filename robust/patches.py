@@ -23,7 +23,8 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     patch: the side of a patch in pixels, a divisor of S.
     Returns the corrupted images, and which patches were corrupted, (B, P) bool.
     """
-    B, size, side = len(images), images.shape[-1], images.shape[-1] // patch
+    B, _, _, size = images.shape
+    side = size // patch
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
         hit = random_block(index, side)
@@ -41,7 +42,9 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
         hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
         return torch.where(at, values, images), hit
 
-    new = dict(noise=values, black=torch.zeros_like(images), white=torch.ones_like(images),
+    new = dict(noise=values,
+               black=torch.zeros_like(images),
+               white=torch.ones_like(images),
                gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
     hit = random_places(index, n, side * side)
     return torch.where(patches_to_pixels(hit, side, patch), new[kind], images), hit

@@ -38,11 +38,19 @@ def word_swap(lines, seed=0, word=WORD):
         words = [j for j, token in enumerate(line) if any(map(str.isalnum, token))]
         free = [(i, j) for j in words
                 if line[j] != "<unk>" and line[j].strip("'") not in STOP_WORDS]
-        count = min(max(int(RATE * len(words)), 1), len(free))
+        count = max(int(RATE * len(words)), 1)
+        count = min(count, len(free))
         chosen.update(rng.sample(free, count))
 
+    new_lines = []
     swapped = []
     for i, line in enumerate(parts):
-        swapped += [(i, j) in chosen for j, token in enumerate(line) if token.strip()] + [False]
-        parts[i] = "".join(word if (i, j) in chosen else token for j, token in enumerate(line))
-    return parts, swapped
+        new = list(line)
+        for j, token in enumerate(line):
+            if (i, j) in chosen:
+                new[j] = word
+            if token.strip():                                      # no spaces
+                swapped.append((i, j) in chosen)
+        swapped.append(False)                                      # the line's <eos>
+        new_lines.append("".join(new))
+    return new_lines, swapped

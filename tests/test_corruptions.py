@@ -1,6 +1,7 @@
 """Compare corruptions with ImageNet-C's code in imagecorruptions, and with its statistics."""
 
 import inspect
+import os
 import zlib
 from functools import partial
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ from scipy.ndimage import gaussian_filter, map_coordinates
 from data.shapes import render_scenes
 from robust import corruptions
 from robust.corruptions import CONSTANTS, NAMES, corrupt
+from robust.filters import quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore")           # of imagecorruptions
 FROST = Path(find_spec("imagecorruptions").submodule_search_locations[0], "frost")
@@ -273,6 +275,34 @@ def test_frost_enlarges_photographs_for_large_images():
 
 def test_float_images_and_severity_0_are_errors():
     images = scenes(2, 32)
-    for wrong, severity in ((images, 0), (images.float() / 255, 1), (images[:, :1], 1)):
+    for wrong in images.float() / 255, images[:, :1]:
         with pytest.raises(ValueError, match="expected uint8"):
-            corrupt(wrong, "fog", severity)
+            corrupt(wrong, "fog", 1)
+    with pytest.raises(ValueError, match="severity is 0, expected 1 to 5"):
+        corrupt(images, "fog", 0)
+
+
+@pytest.mark.parametrize("allowed, expected", [(3, 3), (64, 16), (None, 5)])
+def test_jpeg_uses_all_cores_that_it_may_use(monkeypatch, allowed, expected):
+    """Also if torchrun leaves PyTorch one thread; None: a system without affinity, 5 cores."""
+    asked = []
+
+    class Pool(corruptions.ThreadPoolExecutor):
+        def __init__(self, threads):
+            asked.append(threads)
+            super().__init__(threads)
+
+    monkeypatch.setattr(corruptions, "ThreadPoolExecutor", Pool)
+    if allowed is None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    corrupt(scenes(2, 32), "jpeg_compression", 3)
+    assert asked == [expected]
+
+
+def test_quantise_keeps_its_argument():
+    x = torch.tensor([-3.0, 0.9999, 254.9999, 300.0])
+    before = x.clone()
+    assert quantise(x).tolist() == [0, 1, 255, 255] and torch.equal(x, before)
