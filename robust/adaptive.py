@@ -5,49 +5,92 @@
 The soft threshold of PAP has slope 0 where it returns 0. There an attack along the model's own
 gradient can fail although the model is not robust (Athalye et al. 2018). An adaptive attack also
 follows gradients of the same weights with a changed PAP that does not hide them. The change reaches
-your own attention if it passes `**layer.pap` to `rpc_attention`. For a model without PAP, adaptive
-attacks are the plain attacks.
+your own attention if it passes `**layer.pap` to `rpc_attention`. An attention that hides gradients
+in another way has an entry in SURROGATES. For a model without PAP, adaptive attacks are the plain
+attacks.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from attention import every_pap, soft_threshold
 from common import wide
 from robust.attacks import margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
+# --- where the model runs PAP --------------------------------------------------------------------
 
-def pap_steps(model, images):
-    """Return the number of PAP steps per layer, or 0 if the model runs no PAP."""
+@torch.no_grad()
+def layers_with_pap(model, images):
+    """Return the modules with an attribute pap that model(images) runs, as a ModuleList.
+
+    The model may be a plain function, or hide modules in a list: the modules that run count.
+    """
+    found = {}                                                  # a dict keeps the order
+
+    def note(module, inputs):
+        for layer in module.modules():
+            if hasattr(layer, "pap"):
+                found[layer] = True
+
+    with register_module_forward_pre_hook(note):
+        model(images[:1])
+    return torch.nn.ModuleList(found)
+
+
+@torch.no_grad()
+def count_steps(model, images, layers):
+    """Return the number of PAP steps that each of `layers`, a ModuleList, runs; 0 without PAP."""
+    if not len(layers):
+        return 0
     # A run with n_iter=1 counts the layers. The run without it counts the steps of all layers.
-    steps, once = [], []
-    with torch.no_grad():
-        for found, settings in ((steps, {}), (once, dict(n_iter=1))):
-            with every_pap(model, trace=found, **settings):
-                model(images[:1])
+    steps = []
+    once = []
+    with every_pap(layers, trace=steps):
+        model(images[:1])
+    with every_pap(layers, trace=once, n_iter=1):
+        model(images[:1])
     return len(steps) // max(len(once), 1)
 
 
-def with_pap(model, **settings):
-    """Return a function of images: the model with the same weights and other settings of PAP."""
+def pap_steps(model, images):
+    """Return the number of PAP steps per layer, or 0 if the model runs no PAP."""
+    return count_steps(model, images, layers_with_pap(model, images))
+
+
+def with_pap(model, layers, **settings):
+    """Return a function of images: the model with the same weights and other settings of PAP.
+
+    layers: a ModuleList of the model's layers whose settings change.
+    """
     def changed(images):
-        with every_pap(model, **settings):
+        with every_pap(layers, **settings):
             return model(images)
     return changed
 
 
-def straight_through(model, slope):
-    """Return the model with the same outputs, whose soft threshold has gradient `slope` everywhere.
+# --- surrogates: models of the same weights that provide other gradients -------------------------
 
-    The true slope is 1 where S is not 0, else 0. With slope=0, S counts as a constant, so K - S
-    passes the full gradient to K.
+def straight_through(x, tau, slope):
+    """Compute soft_threshold with the gradient `slope` everywhere.
+
+    The true slope is 1 where S is not 0, else 0.
     """
-    def shrink(x, tau):
-        return soft_threshold(x, tau).detach() + slope * (x - x.detach())
-    return with_pap(model, shrink=shrink)
+    return soft_threshold(x, tau).detach() + slope * (x - x.detach())
+
+
+def identity_slope(x, tau):
+    """Compute soft_threshold with the gradient of the identity."""
+    return straight_through(x, tau, 1.0)
+
+
+def zero_slope(x, tau):
+    """Compute soft_threshold without gradient: S is a constant, and K - S passes all of it to K."""
+    return straight_through(x, tau, 0.0)
 
 
 def smooth_shrink(x, tau):
@@ -57,48 +100,93 @@ def smooth_shrink(x, tau):
     return soft_threshold(x, tau).detach() + (smooth - smooth.detach())
 
 
-def gradient_models(model, images):
-    """Return models of the same weights for `surrogates` of `apgd`; [] for a model without PAP."""
-    steps = pap_steps(model, images)
-    if not steps:
-        return []
-    return [straight_through(model, 1.0),
-            straight_through(model, 0.0),
-            with_pap(model, shrink=smooth_shrink),
-            with_pap(model, lambd=math.inf),                        # S stays 0
-            with_pap(model, n_iter=max(steps // 2, 1))]
+class Surrogates(NamedTuple):
+    """Surrogates for one kind of layer."""
+    equal: list                         # models with the same outputs and other gradients
+    others: list                        # more models, for APGD; they may have other outputs
 
+
+def pap_surrogates(model, layers, steps):
+    """Return the Surrogates for layers that run `steps` steps of `rpc_attention`."""
+    equal = [with_pap(model, layers, shrink=identity_slope),
+             with_pap(model, layers, shrink=zero_slope)]
+    others = [with_pap(model, layers, shrink=smooth_shrink),
+              with_pap(model, layers, lambd=math.inf),                  # S stays 0
+              with_pap(model, layers, n_iter=max(steps // 2, 1))]
+    return Surrogates(equal, others)
+
+
+def rpca_surrogates(model, layers, steps):
+    """Return the Surrogates for layers that run `steps` steps of `rpca_attention`."""
+    equal = [with_pap(model, layers, constant_s=True)]
+    others = [with_pap(model, layers, constant_s=True, lambd=math.inf),         # S stays 0
+              with_pap(model, layers, n_iter=max(steps // 2, 1))]
+    return Surrogates(equal, others)
+
+
+# Surrogates by the layer's attribute attn. All other layers with PAP use `pap_surrogates`. Enter
+# your own attention here if it hides gradients in another way.
+SURROGATES = {"rpca": rpca_surrogates}
+
+
+def all_surrogates(model, images):
+    """Return the Surrogates for all kinds of layers in the model."""
+    kinds = {}                                                  # {function: its layers}
+    for layer in layers_with_pap(model, images):
+        function = SURROGATES.get(getattr(layer, "attn", None), pap_surrogates)
+        kinds.setdefault(function, torch.nn.ModuleList()).append(layer)
+    equal = []
+    others = []
+    for function, layers in kinds.items():
+        steps = count_steps(model, images, layers)
+        if steps:                                               # softmax layers run no PAP
+            found = function(model, layers, steps)
+            equal += found.equal
+            others += found.others
+    return Surrogates(equal, others)
+
+
+def gradient_models(model, images):
+    """Return models for `surrogates` of `apgd`; [] for a model without PAP."""
+    found = all_surrogates(model, images)
+    return found.equal + found.others
+
+
+# --- the attacks ---------------------------------------------------------------------------------
 
 @torch.no_grad()
 def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
-    """Run `pgd` along the true gradient; where it fails, follow both straight-through gradients.
+    """Run `pgd` along the true gradient; where it fails, follow the gradient of each surrogate.
 
-    Returns the first result that fools the model, else the result with the smallest margin.
+    The surrogates have the model's outputs. Returns the first result that fools the model, else the
+    result with the smallest margin.
     """
     adv = pgd(model, images, labels, eps, index=index, **settings)
-    if not pap_steps(model, images):
-        return adv
     eps, index = per_image(images, eps, index)
+    surrogates = all_surrogates(model, images).equal
+    if not surrogates:
+        return adv
     left = margin(wide(model(adv)), labels)
-    for slope in (1.0, 0.0):
+    for surrogate in surrogates:
         rows = (left >= 0).nonzero()[:, 0]
         if not len(rows):
             break
-        tried = pgd(straight_through(model, slope), images[rows], labels[rows], eps[rows],
-                    index=index[rows], **settings)
-        m = margin(wide(model(tried)), labels[rows])
-        nearer = m < left[rows]
+        tried = pgd(surrogate, images[rows], labels[rows], eps[rows], index=index[rows],
+                    **settings)
+        margins = margin(wide(model(tried)), labels[rows])
+        nearer = margins < left[rows]
         adv[rows[nearer]] = tried[nearer]
-        left[rows[nearer]] = m[nearer]
+        left[rows[nearer]] = margins[nearer]
     return adv
 
 
 def adaptive_apgd(model, images, labels, eps, **settings):
     """Run `apgd` with the model's own gradient; where it fails, follow `gradient_models`."""
-    return apgd(model, images, labels, eps, surrogates=gradient_models(model, images), **settings)
+    surrogates = gradient_models(model, images)
+    return apgd(model, images, labels, eps, surrogates=surrogates, **settings)
 
 
 def adaptive_autoattack(model, images, labels, eps, **settings):
     """Run `autoattack`; its APGD-CE and APGD-T also follow `gradient_models`."""
-    return autoattack(model, images, labels, eps, surrogates=gradient_models(model, images),
-                      **settings)
+    surrogates = gradient_models(model, images)
+    return autoattack(model, images, labels, eps, surrogates=surrogates, **settings)

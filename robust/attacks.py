@@ -59,27 +59,32 @@ def input_gradient(loss, model, images, labels):
 
 def bounds(images, eps, clip):
     """Return the lowest and the highest pixels that the budget allows, both shaped as images."""
-    low, high = images - eps, images + eps
-    return (low.clamp(0, 1), high.clamp(0, 1)) if clip else (low, high)
+    low = images - eps
+    high = images + eps
+    if clip:
+        return low.clamp(0, 1), high.clamp(0, 1)
+    return low, high
 
 
-def column(t):
+def column(x):
     """Reshape (B,) to (B, 1, 1, 1)."""
-    return t[:, None, None, None]
+    return x[:, None, None, None]
 
 
 def per_image(images, eps, index):
     """Return eps and index as tensors with one entry per image, so that [rows] selects images."""
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
-    eps = eps.expand(torch.broadcast_shapes(eps.shape, (len(images), 1, 1, 1)))
-    index = torch.arange(len(images)) if index is None else index
+    eps = eps + images.new_zeros(len(images), 1, 1, 1)
+    if index is None:
+        index = torch.arange(len(images))
     return eps, index.to(images.device)
 
 
 def select_rows(state, on):
     """Return a namespace of tensors with only the rows where `on`, (B,) bool, is True."""
     rows = on.nonzero()[:, 0]
-    return SimpleNamespace(**{name: t[rows] for name, t in vars(state).items()})
+    selected = {name: values[rows] for name, values in vars(state).items()}
+    return SimpleNamespace(**selected)
 
 
 def noise_like(images, index, *key):
@@ -94,15 +99,18 @@ def check_inputs(model, images, eps=0.0, clip=True):
 
     Pixels may leave [0, 1] by 1e-6, the rounding of other libraries' attacks.
     """
-    if isinstance(model, torch.nn.Module) and any(m.training for m in model.modules()):
-        raise ValueError("the model is in train mode: call model.eval() before attacking it")
+    if isinstance(model, torch.nn.Module):
+        if any(module.training for module in model.modules()):
+            raise ValueError("the model is in train mode: call model.eval() before "
+                             "attacking it")
     low, high = images.detach().aminmax()
     if clip and not (-1e-6 <= low and high <= 1 + 1e-6):  # a comparison with nan is False
-        raise InputError(f"images have values from {low:g} to {high:g}, expected 0 to 1")
+        raise InputError(f"images have values from {low:g} to {high:g}, "
+                         f"expected 0 to 1")
     largest = torch.as_tensor(eps).max()
     if clip and not 0 <= largest <= 1:
-        raise InputError(f"eps={largest:g}, expected 0 to 1, for example 8/255: eps is in pixel "
-                         f"units; was it meant as {largest:g}/255?")
+        raise InputError(f"eps={largest:g}, expected 0 to 1, for example 8/255: eps is in "
+                         f"pixel units; was it meant as {largest:g}/255?")
 
 
 def check_logits(logits):
@@ -114,8 +122,8 @@ def check_logits(logits):
         return
     for total, unit in ((1, ""), (100, " in per cent")):
         if ((logits.sum(1) - total).abs() < 1e-4 * total).all():
-            raise InputError(f"the model returns probabilities{unit} (rows sum to {total}), "
-                             f"{expected}")
+            raise InputError(f"the model returns probabilities{unit} "
+                             f"(rows sum to {total}), {expected}")
     # A few logits can lie between 0 and 1 by chance, and an untrained layer can return 0 only.
     if logits.numel() >= 16 and logits.max() <= 1 and logits.min() < logits.max():
         raise InputError(f"the model returns scores from 0 to 1, {expected}")
@@ -130,24 +138,31 @@ def check_repeats(model, images, logits):
     largest logit. They must agree with logits to 5 %, because rounding depends on the batch size,
     in bf16 most.
     """
-    alone = torch.cat([wide(model(image)) for image in images.split(1)]).to(logits)
-    again = torch.cat([wide(model(image)) for image in images.split(1)]).to(logits)
+    alone = one_by_one(model, images).to(logits)
+    again = one_by_one(model, images).to(logits)
     if alone.shape != logits.shape:
-        raise InputError(f"the model returns {tuple(alone.shape)} for {len(images)} images one by "
-                         f"one, but {tuple(logits.shape)} for all of them; expected the same")
+        raise InputError(f"the model returns {tuple(alone.shape)} for {len(images)} images "
+                         f"one by one, but {tuple(logits.shape)} for all of them; expected "
+                         f"the same")
     largest = logits.abs().max()
     change = (again - alone).abs().max()
     if not change <= 1e-3 * largest:
         raise InputError(f"the model's logits change by up to {change:.2g} (the largest is "
-                         f"{largest:.2g}) if it sees the same image again; expected the same "
-                         f"logits: is dropout on, for example in a module that is in a plain list, "
-                         f"or does the network draw random numbers or adapt to its inputs?")
+                         f"{largest:.2g}) if the model gets the same image again; expected "
+                         f"the same logits: is dropout on, for example in a module in a "
+                         f"plain list, or does the network draw random numbers or adapt to "
+                         f"its inputs?")
     change = (alone - logits).abs().max()
     if not change <= 0.05 * largest:
         raise InputError(f"the model's logits of an image change by up to {change:.2g} (the "
-                         f"largest is {largest:.2g}) with the other images of its batch; expected "
-                         f"a function of one image: does a BatchNorm use the statistics of the "
-                         f"batch, or does the network adapt to its inputs?")
+                         f"largest is {largest:.2g}) with the other images of the batch; "
+                         f"expected a function of one image: does a BatchNorm use the "
+                         f"statistics of the batch, or does the network adapt to its inputs?")
+
+
+def one_by_one(model, images):
+    """Return the logits (B, classes) of images that the model gets one at a time."""
+    return torch.cat([wide(model(image)) for image in images.split(1)])
 
 
 @torch.no_grad()
@@ -173,18 +188,28 @@ def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
     return (images + eps * grad.sign()).clamp(*bounds(images, eps, clip))
 
 
+def step_share(steps):
+    """Return the default step size of `pgd` as a share of eps.
+
+    The share is 0.15, as in the paper's code, for 17 steps and more. Fewer steps are longer: they
+    add up to 2.5 eps (Madry et al. 2018), so a walk from any start can reach any corner.
+    """
+    return max(0.15, 2.5 / steps)
+
+
 @torch.no_grad()
 def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, clip=True, seed=0,
         index=None, purpose=START):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
-    alpha: the step size in pixel units, for example 2/255; None: 0.15 eps. random_start: begin at
-    x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py; another
-    purpose draws other random numbers.
+    alpha: the step size in pixel units, for example 2/255; None: `step_share` * eps. random_start:
+    begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py;
+    another purpose draws other random numbers.
     Madry et al. 2018; `cleverhans:projected_gradient_descent.py`.
     """
     check_inputs(model, images, eps, clip)
-    alpha = 0.15 * eps if alpha is None else alpha
+    if alpha is None:
+        alpha = step_share(steps) * eps
     eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)                       # Pi clamps to these
     adv = images
@@ -201,7 +226,8 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, 
 def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, index=None,
               **settings):
     """Run an attack with a random start `restarts` times, on images that are not fooled yet."""
-    (eps, index), adv = per_image(images, eps, index), images.clone()
+    eps, index = per_image(images, eps, index)
+    adv = images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
         new_seed = (seed + 1_000_003 * run) % 2 ** 31
@@ -226,38 +252,43 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     return moved.clamp(*bounds(images, eps, clip))
 
 
-def adam(grad, m, v, t, lr):
-    """Return the change that Adam subtracts in step t = 1, 2, ...; update the moments m and v."""
-    m.lerp_(grad, 0.1)                                          # m = 0.9 m + 0.1 g
-    v.mul_(0.999).addcmul_(grad, grad, value=0.001)             # v = 0.999 v + 0.001 g^2
-    return lr / (1 - 0.9 ** t) * m / (v / (1 - 0.999 ** t)).sqrt_().add_(1e-8)
+def adam(grad, first, second, t, lr):
+    """Return the change that Adam subtracts in step t = 1, 2, ..., and both new moments.
+
+    first, second: the moments, running means of g and of g^2, where g is the gradient.
+    """
+    first = first.lerp(grad, 0.1)                                       # 0.9 first + 0.1 g
+    second = (0.999 * second).addcmul(grad, grad, value=0.001)          # 0.999 second + 0.001 g^2
+    scale = (second / (1 - 0.999 ** t)).sqrt() + 1e-8
+    return lr / (1 - 0.9 ** t) * first / scale, first, second
 
 
 def spsa_gradient(model, centre, labels, index, pairs, *key):
-    """Estimate the gradient of the margin m at centre c; the result is shaped as centre.
+    """Estimate the gradient of the margin m at the image x, `centre`; shaped as centre.
 
-    The estimate is the mean of (m(c + delta v) - m(c - delta v)) / (2 delta) v over `pairs` tensors
+    The estimate is the mean of (m(x + delta v) - m(x - delta v)) / (2 delta) v over `pairs` tensors
     v of random signs. 16 bits of one random number provide 16 signs.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
     for word in range(math.ceil(pairs / 16)):
-        r = min(16, pairs - 16 * word)
+        r = min(16, pairs - 16 * word)                                      # pairs of this round
         shifts = torch.arange(r, device=centre.device, dtype=torch.int32)[:, None]
         bits = (uniform(index, grad.shape[1], *key, word) * 2 ** 24).int()
         bits = (bits[:, None] >> shifts) & 1                                # (b, r, D)
-        v = 2 * bits.to(centre.dtype) - 1
-        step = delta * v.unflatten(2, centre.shape[1:])                     # (b, r, 3, H, W)
+        signs = 2 * bits.to(centre.dtype) - 1
+        step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, r, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
         logits = wide(model(probes.flatten(0, 2)))
-        m = margin(logits, labels.repeat_interleave(2 * r)).view(-1, 2, r)
-        grad += (((m[:, :1] - m[:, 1:]) / (2 * delta)) @ v)[:, 0]           # (b, 1, r) @ (b, r, D)
+        margins = margin(logits, labels.repeat_interleave(2 * r)).view(-1, 2, r)
+        slopes = (margins[:, :1] - margins[:, 1:]) / (2 * delta)            # (b, 1, r)
+        grad += (slopes @ signs)[:, 0]                                      # (b, D)
     return grad.view_as(centre) / pairs
 
 
 @torch.no_grad()
-def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=True, seed=0,
-         index=None):
+def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=True,
+         seed=0, index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
     The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with
@@ -270,9 +301,10 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
     eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)
     x = (images + eps * noise_like(images, index, seed, START)).clamp(low, high)
-    # s: the state of the unfinished images; row i belongs to image s.row[i]. m and v are Adam's.
-    s = SimpleNamespace(row=torch.arange(len(x), device=x.device), labels=labels, index=index,
-                        x=x, low=low, high=high, m=torch.zeros_like(x), v=torch.zeros_like(x))
+    # s: the state of the unfinished images; row i belongs to image s.row[i].
+    s = SimpleNamespace(row=torch.arange(len(x), device=x.device),
+                        labels=labels, index=index, x=x, low=low, high=high,
+                        first=torch.zeros_like(x), second=torch.zeros_like(x))      # of `adam`
 
     # 16 sign vectors make 32 probes per image. The probes of `size` images fit into the CPU's cache
     # or the GPU's memory.
@@ -284,9 +316,11 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
         if not len(s.row):
             break
         around = 2 * images[s.row] if legacy else s.x
-        parts = zip(around.split(size), s.labels.split(size), s.index.split(size))
-        grad = torch.cat([spsa_gradient(model, *part, pairs, seed, SIGNS, t) for part in parts])
-        s.x = (s.x - adam(grad, s.m, s.v, t, 0.01)).clamp(s.low, s.high)
+        grads = []
+        for centre, y, i in zip(around.split(size), s.labels.split(size), s.index.split(size)):
+            grads.append(spsa_gradient(model, centre, y, i, pairs, seed, SIGNS, t))
+        change, s.first, s.second = adam(torch.cat(grads), s.first, s.second, t, 0.01)
+        s.x = (s.x - change).clamp(s.low, s.high)
         adv[s.row] = s.x
         fooled = margin(wide(model(s.x)), s.labels) < 0
     return adv
@@ -294,23 +328,24 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
 
 # --- L1 and L2 -----------------------------------------------------------------------------------
 
-def project_l1(v, radius):
-    """Return the nearest points with ||v||_1 <= radius (Duchi et al. 2008). v: (B, n)."""
-    u = v.abs().sort(1, descending=True).values
-    excess = u.cumsum(1) - radius                      # column j - 1: for the j largest entries
-    j = torch.arange(1, u.shape[1] + 1, device=v.device)
-    rho = (j * u > excess).sum(1, keepdim=True).clamp(min=1)           # last u_j > excess_j / j
-    theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)            # 0: v is already inside
-    return soft_threshold(v, theta)
+def project_l1(x, radius):
+    """Return the nearest points with ||x||_1 <= radius (Duchi et al. 2008). x: (B, n)."""
+    size = x.abs().sort(1, descending=True).values
+    excess = size.cumsum(1) - radius                   # column j - 1: for the j largest entries
+    j = torch.arange(1, size.shape[1] + 1, device=x.device)
+    rho = (j * size > excess).sum(1, keepdim=True).clamp(min=1)     # last size_j > excess_j / j
+    theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)          # 0: x is already inside
+    return soft_threshold(x, theta)
 
 
 @torch.no_grad()
-def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=0, index=None):
+def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=0,
+        index=None):
     """Sparse L1 descent: each step spends eps/10 on the 1 % of entries with the largest |grad CE|.
 
     eps: the bound of ||x_adv - x||_1. At 224 px, eps=10 is a mean change of 1/15000 per entry, so
-    try 10, 50 and 100. rescale: True scales x_adv - x down to the L1 ball, as cleverhans does;
-    False projects it.
+    try 10, 50 and 100. Fewer than 10 steps cannot spend the whole budget. rescale: True scales
+    x_adv - x down to the L1 ball, as cleverhans does; False projects it.
     Tramer & Boneh 2019; `cleverhans:sparse_l1_descent.py`.
     """
     clean_logits(model, images, clip=clip)
@@ -320,29 +355,34 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
-        mask = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values
-        move = (adv - images).flatten(1) + l1 / 10 * grad.sign() * mask / mask.sum(1, keepdim=True)
+        largest = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values
+        step = l1 / 10 * grad.sign() * largest / largest.sum(1, keepdim=True)
+        move = (adv - images).flatten(1) + step
         if rescale:
-            move = move * (l1 / move.abs().sum(1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+            length = move.abs().sum(1, keepdim=True)
+            move = move * (l1 / length.clamp(min=1e-12)).clamp(max=1)
         else:
             move = project_l1(move, l1)
         adv = images + move.view_as(images)
-        adv = adv.clamp(0, 1) if clip else adv
+        if clip:
+            adv = adv.clamp(0, 1)
     return images + soft_threshold(adv - images, 2.0 ** -22)  # rounding must not exceed l1
 
 
 def cw_round(model, images, labels, c, confidence, steps, lr):
     """Minimise ||x' - x||^2 + c max(margin + confidence, 0) by Adam, with x' = (tanh(w) + 1) / 2.
 
-    c: (B,). Returns the nearest successful iterates and their squared distances (B,), inf if no
-    iterate succeeded. An image is finished when its loss falls by less than 2 % within a tenth of
+    c: (B,), as in `cw`. Returns the nearest successful iterates and their squared distances (B,),
+    inf if no iterate succeeded. An image is finished when its loss falls by less than 2 % within a tenth of
     the steps. The authors' code stops the whole batch, at 0.01 %: three times slower, 1 % nearer.
     """
     far = torch.full_like(c, math.inf)
-    found, distance = images.clone(), far.clone()
+    found = images.clone()
+    distance = far.clone()
     w = torch.atanh(0.999999 * (2 * images - 1))
-    s = SimpleNamespace(row=torch.arange(len(w), device=w.device), x=images, labels=labels, c=c,
-                        w=w, m=torch.zeros_like(w), v=torch.zeros_like(w),
+    s = SimpleNamespace(row=torch.arange(len(w), device=w.device),
+                        x=images, labels=labels, c=c, w=w,
+                        first=torch.zeros_like(w), second=torch.zeros_like(w),      # of `adam`
                         near=images, distance=far, last_loss=far)
 
     def weighted_hinge(logits, labels):
@@ -356,7 +396,8 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
         s.near = torch.where(column(better), adv, s.near)
         s.distance = torch.where(better, l2, s.distance)
         grad = (grad + 2 * (adv - s.x)) * 2 * adv * (1 - adv)               # dx'/dw = 2 x' (1 - x')
-        s.w = s.w - adam(grad, s.m, s.v, t, lr)
+        change, s.first, s.second = adam(grad, s.first, s.second, t, lr)
+        s.w = s.w - change
         if t % max(steps // 10, 1) == 0 or t == steps:
             found[s.row], distance[s.row] = s.near, s.distance
             falling = hinge + l2 <= 0.98 * s.last_loss
@@ -368,8 +409,8 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
 
 
 @torch.no_grad()
-def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, search_steps=5,
-       c0=1e-2, clip=True, seed=0, index=None):
+def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3,
+       search_steps=5, c0=1e-2, clip=True, seed=0, index=None):
     """Carlini & Wagner's L2 attack: find the nearest images with a margin below -confidence.
 
     The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
@@ -383,15 +424,18 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3, 
     if not len(rows):
         return adv
 
-    images, labels, left = adv[rows], labels[rows], left[rows]
-    distance = torch.full_like(left, math.inf)
-    lower, upper = torch.zeros_like(left), torch.full_like(left, 1e10)
-    c = torch.full_like(left, c0)
+    images = adv[rows]
+    labels = labels[rows]
+    distance = torch.full_like(left[rows], math.inf)
+    lower = torch.zeros_like(distance)
+    upper = torch.full_like(distance, 1e10)
+    c = torch.full_like(distance, c0)
     for _ in range(search_steps):
-        found, d = cw_round(model, images, labels, c, confidence, steps, lr)
-        nearer, success = d < distance, d < math.inf
+        found, near = cw_round(model, images, labels, c, confidence, steps, lr)
+        success = near < math.inf
+        nearer = near < distance
         adv[rows[nearer]] = found[nearer]
-        distance = torch.minimum(d, distance)
+        distance = torch.minimum(near, distance)
         upper = torch.where(success, c, upper)
         lower = torch.where(success, lower, c)
         c = torch.where(upper < 1e9, (lower + upper) / 2, 10 * c)

@@ -12,16 +12,24 @@ from types import SimpleNamespace
 
 import torch
 
-from common import print0, wide
+from common import InputError, print0, wide
 from data.rng import APGD, SQUARE, uniform
-from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient, margin,
-                            noise_like, per_image, select_rows)
+from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient,
+                            margin, noise_like, per_image, select_rows)
 
 
 # --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
 
+def check_classes(logits, least, name):
+    """Raise InputError for a loss that compares more logits than the model has."""
+    if logits.shape[1] < least:
+        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares {least} "
+                         f"logits; measure apgd and square instead")
+
+
 def dlr(logits, labels):
     """Difference of logits ratio, (B,): -margin / (z_(1) - z_(3)); z_(i) is the i-th largest."""
+    check_classes(logits, 3, "the DLR loss")
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
 
@@ -29,7 +37,8 @@ def dlr(logits, labels):
 def targeted_dlr(logits, labels, targets):
     """Targeted DLR, (B,): -(z_y - z_t) / (z_(1) - (z_(3) + z_(4)) / 2), for 4 classes or more."""
     z = logits.topk(4).values
-    return target_margin(logits, labels, targets) / (z[:, 0] - (z[:, 2] + z[:, 3]) / 2 + 1e-12)
+    spread = z[:, 0] - (z[:, 2] + z[:, 3]) / 2
+    return target_margin(logits, labels, targets) / (spread + 1e-12)
 
 
 def target_margin(logits, labels, targets):
@@ -45,8 +54,8 @@ def likely_targets(logits, labels, num_targets):
 
 
 @torch.no_grad()
-def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surrogates=(),
-         clip=True, seed=0, draw=0, index=None):
+def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
+         surrogates=(), clip=True, seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
@@ -57,40 +66,58 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100, surr
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)
-    t = noise_like(images, index, seed, APGD, draw)
-    start = (images + eps * t / t.abs().amax((1, 2, 3), keepdim=True)).clamp(low, high)
-    state = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
-                            targets=labels if targets is None else targets,
-                            low=low, high=high, x=start, step=2 * eps, adv=images)
-    objective = dict(ce=cross_entropy, dlr=dlr)[loss] if targets is None else targeted_dlr
+    noise = noise_like(images, index, seed, APGD, draw)
+    start = images + eps * noise / noise.abs().amax((1, 2, 3), keepdim=True)
+    objective = dict(ce=cross_entropy, dlr=dlr)[loss]
+    if targets is None:
+        targets = labels                                        # not used
+    else:
+        objective = targeted_dlr
+
+    state = SimpleNamespace(labels=labels, targets=targets, low=low, high=high,
+                            x=start.clamp(low, high), step=2 * eps, adv=images)
     adv = images.clone()
     for source in (model, *surrogates):
-        if robust.any():
-            climb(model, source, objective, select_rows(state, robust), steps, adv, robust)
+        on = robust.nonzero()[:, 0]
+        if not len(on):
+            break
+        adv[on], fooled = climb(model, source, objective, select_rows(state, robust), steps)
+        robust[on] = ~fooled
     return adv
 
 
-def climb(model, source, objective, s, steps, adv, robust):
+def climb(model, source, objective, s, steps):
     """Raise the model's loss along the gradient of the model `source`, from the state s of `apgd`.
 
-    Writes the images that fool the model to adv, (B, 3, H, W), and False for them to robust, (B,).
+    Changes the fields of s. Returns the last misclassified iterates, (B, 3, H, W), or s.adv where
+    there is none, and which images fool the model, (B,) bool.
     """
+    adv = s.adv.clone()
+    fooled = torch.zeros_like(s.labels, dtype=torch.bool)
+    s.row = torch.arange(len(adv), device=adv.device)   # row i of s belongs to adv[s.row[i]]
     evaluate_point(s, model, source, objective)
-    s.x_old, s.adv = s.x, torch.where(column(s.fooled), s.x, s.adv)
-    s.best_x, s.best_grad, s.best_loss, s.checked_loss = s.x, s.grad, s.loss, s.loss
-    s.rises, s.halved = torch.zeros_like(s.labels), torch.ones_like(s.fooled)
+    s.x_old = s.x
+    s.adv = torch.where(column(s.fooled), s.x, s.adv)
+    s.best_x = s.x
+    s.best_grad = s.grad
+    s.best_loss = s.loss
+    s.checked_loss = s.loss
+    s.rises = torch.zeros_like(s.labels)
+    s.halved = torch.ones_like(s.fooled)
     window, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
     checkpoint = window
 
     for i in range(steps):
         # Take a gradient step, then add momentum, a part of the last move.
         a = 0.75 if i else 1.0
-        u = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)
-        x = (s.x + a * (u - s.x) + (1 - a) * (s.x - s.x_old)).clamp(s.low, s.high)
-        s.x_old, s.x = s.x, x
+        stepped = (s.x + s.step * s.grad.sign()).clamp(s.low, s.high)
+        x = s.x + a * (stepped - s.x) + (1 - a) * (s.x - s.x_old)
+        s.x_old = s.x
+        s.x = x.clamp(s.low, s.high)
 
         # Evaluate the new point and keep the best one.
-        last_loss, fooled_before = s.loss, s.fooled
+        last_loss = s.loss
+        fooled_before = s.fooled
         evaluate_point(s, model, source, objective)
         s.adv = torch.where(column(s.fooled), s.x, s.adv)
         s.fooled = s.fooled | fooled_before
@@ -102,14 +129,16 @@ def climb(model, source, objective, s, steps, adv, robust):
 
         # Halve step sizes at checkpoints, which become more frequent.
         if i + 1 == checkpoint:
-            halve(s, window)
+            halve_steps(s, window)
             window = max(window - shrink, least)
             checkpoint += window
         if i % 10 == 9 or i == steps - 1:               # remove the fooled images
-            adv[s.row], robust[s.row] = s.adv, ~s.fooled
+            adv[s.row] = s.adv
+            fooled[s.row] = s.fooled
             s = select_rows(s, ~s.fooled)
             if not len(s.row):
                 break
+    return adv, fooled
 
 
 def evaluate_point(s, model, source, objective):
@@ -123,30 +152,35 @@ def evaluate_point(s, model, source, objective):
     s.fooled = logits.argmax(1) != s.labels
 
 
-def halve(s, window):
-    """Halve the step of each image that made no progress, and restart it from its best point."""
+def halve_steps(s, window):
+    """In s, halve the step of each image without progress, and restart it from its best point."""
     few_rises = s.rises <= 0.75 * window                        # of the last `window` steps
     no_gain = ~s.halved & (s.checked_loss >= s.best_loss)       # since the last checkpoint
     s.halved = few_rises | no_gain
     s.step = torch.where(column(s.halved), s.step / 2, s.step)
     s.x = torch.where(column(s.halved), s.best_x, s.x)
     s.grad = torch.where(column(s.halved), s.best_grad, s.grad)
-    s.checked_loss, s.rises = s.best_loss, torch.zeros_like(s.rises)
+    s.checked_loss = s.best_loss
+    s.rises = torch.zeros_like(s.rises)
 
 
 @torch.no_grad()
-def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), clip=True,
-           seed=0, index=None):
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(),
+           clip=True, seed=0, index=None):
     """Run APGD on the targeted DLR loss for each of the num_targets likeliest wrong classes."""
     logits = clean_logits(model, images, eps, clip)
-    targets, robust = likely_targets(logits, labels, num_targets), logits.argmax(1) == labels
-    (eps, index), adv = per_image(images, eps, index), images.clone()
+    check_classes(logits, 4, "the targeted DLR loss of APGD-T")
+    targets = likely_targets(logits, labels, num_targets)
+    robust = logits.argmax(1) == labels
+    eps, index = per_image(images, eps, index)
+    adv = images.clone()
     for k in range(targets.shape[1]):
         on = robust.nonzero()[:, 0]
         if not len(on):
             break
-        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k], steps=steps,
-                       surrogates=surrogates, clip=clip, seed=seed, draw=k, index=index[on])
+        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k],
+                       steps=steps, surrogates=surrogates, clip=clip, seed=seed, draw=k,
+                       index=index[on])
         robust[on] = model(adv[on]).argmax(1) == labels[on]
     return adv
 
@@ -160,23 +194,30 @@ def box_projection(v, w, b, low, high):
 
     Move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v> by
     D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
-    from below reaches D(lam) = c exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects.
+    from below reaches D(lam) = c exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects;
+    its d is the same, but it is slower.
     """
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
-    w, c = w * (1 - 2 * (c < 0).to(w.dtype)), c.abs()
+    w = w * (1 - 2 * (c < 0).to(w.dtype))
+    c = c.abs()
     room = torch.where(w > 0, v - low, high - v)
-    slopes, tiny = w.abs(), torch.finfo(w.dtype).tiny
-    lam, before = c / slopes.sum(1, keepdim=True).clamp_min(tiny), None
-    while before is None or (lam > before).any():
-        before, at_bound = lam, (room <= lam).to(w.dtype)
+    slopes = w.abs()
+    tiny = torch.finfo(w.dtype).tiny
+    lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
+    growing = True
+    while growing:
+        at_bound = (room <= lam).to(w.dtype)
         used = (slopes * room * at_bound).sum(1, keepdim=True)
         slope = (slopes * (1 - at_bound)).sum(1, keepdim=True)
-        lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
+        new_lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
+        growing = (new_lam > lam).any()
+        lam = new_lam
     return -w.sign() * torch.minimum(lam, room)
 
 
 @torch.no_grad()
-def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0, index=None):
+def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0,
+          index=None):
     """Find near adversarial images with FAB-T, for each of the likeliest wrong classes in turn.
 
     The search ends when an image within eps is found. Source: `fab_base.py`, without restarts.
@@ -184,10 +225,10 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
     logits = clean_logits(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
     box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
-    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), x0=images, x=images,
-                        labels=labels, targets=likely_targets(logits, labels, num_targets),
-                        eps=eps, adv=images,
-                        distance=torch.full_like(logits[:, 0], torch.inf))
+    targets = likely_targets(logits, labels, num_targets)
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device),
+                        x0=images, x=images, labels=labels, targets=targets, eps=eps,
+                        adv=images, distance=torch.full_like(logits[:, 0], torch.inf))
     adv = images.clone()
     s = select_rows(s, logits.argmax(1) == labels)
     for k in range(s.targets.shape[1]):
@@ -197,21 +238,29 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
                 return adv
             fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
-                found = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1) & s.distance.isfinite()
+                near = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1)
+                found = near & s.distance.isfinite()
                 adv[s.row[found]] = s.adv[found]
                 s = select_rows(s, ~found)
     return adv
 
 
 def fab_step(s, model, targets, low, high):
-    """Step across the boundary to the target class (linearised at s.x), and stay near s.x0."""
-    _, h, w = input_gradient(partial(target_margin, targets=targets), model, s.x, s.labels)
-    x, w, x0 = s.x.flatten(1), w.flatten(1), s.x0.flatten(1)
+    """Step across the boundary to the target class (linearised at s.x), and stay near s.x0.
+
+    Changes s.x, and s.adv and s.distance where the new point fools the model and is nearer.
+    """
+    loss = partial(target_margin, targets=targets)
+    _, h, w = input_gradient(loss, model, s.x, s.labels)
+    x = s.x.flatten(1)
+    w = w.flatten(1)
+    x0 = s.x0.flatten(1)
     b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
 
     # Project x and the clean x0 onto the boundary. Take a point between the two projections.
     d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
-    a, a0 = d.abs().amax(1).clamp_min(1e-8).view(2, -1, 1)
+    size = d.abs().amax(1).clamp_min(1e-8)
+    a, a0 = size.view(2, -1, 1)
     d, d0 = d.view(2, *x.shape)
     alpha = (a / (a + a0)).clamp_max(0.1)
     x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
@@ -236,12 +285,13 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     Source: `square.py`, where all images of a batch share the place and the signs of a square.
     """
     logits = clean_logits(model, images, eps, clip)
-    (eps, index), adv = per_image(images, eps, index), images.clone()
+    eps, index = per_image(images, eps, index)
+    adv = images.clone()
     low, high = bounds(images, eps, clip)
     _, C, H, W = images.shape
     stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
-    s = SimpleNamespace(row=torch.arange(len(images), device=images.device), labels=labels,
-                        index=index, eps=eps, low=low, high=high,
+    s = SimpleNamespace(row=torch.arange(len(images), device=images.device),
+                        labels=labels, index=index, eps=eps, low=low, high=high,
                         best=torch.where(stripes, low, high))
     s = select_rows(s, logits.argmax(1) == labels)
     if not len(s.row):
@@ -249,7 +299,9 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     s.margin = margin(wide(model(s.best)), s.labels)
     for query in range(queries):
         if query % 50 == 0:
-            s = leave(s, adv)
+            fooled = s.margin < 0
+            adv[s.row[fooled]] = s.best[fooled]
+            s = select_rows(s, ~fooled)                         # leave the finished images out
             if not len(s.row):
                 return adv
             draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + query // 50)
@@ -258,12 +310,16 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
         inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
         candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
-        m = margin(wide(model(candidate)), s.labels)
-        better = column(m < s.margin).to(eps.dtype)
+        new_margin = margin(wide(model(candidate)), s.labels)
+        better = column(new_margin < s.margin).to(eps.dtype)
         s.best = torch.lerp(s.best, candidate, better)          # exact at weights 0 and 1
-        s.margin = torch.minimum(m, s.margin)
-    leave(s, adv)
+        s.margin = torch.minimum(new_margin, s.margin)
+    fooled = s.margin < 0
+    adv[s.row[fooled]] = s.best[fooled]
     return adv
+
+
+HALVE_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)      # queries
 
 
 def random_square(place, query, H, W):
@@ -271,20 +327,16 @@ def random_square(place, query, H, W):
 
     place: (B, 2) in [0, 1), the corner. As in the source, the last row and column stay free.
     """
-    share = 0.8 / 2 ** sum(query > q for q in (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000))
+    halvings = sum(query > limit for limit in HALVE_AFTER)
+    share = 0.8 / 2 ** halvings                                             # of the area
     side = min(max(round((share * H * W) ** 0.5), 1), H, W)
-    top, left = (place[:, 0] * (H - side)).long(), (place[:, 1] * (W - side)).long()
+    top = (place[:, 0] * (H - side)).long()
+    left = (place[:, 1] * (W - side)).long()
     y = torch.arange(H, device=place.device) - top[:, None]                 # (B, H)
     x = torch.arange(W, device=place.device) - left[:, None]                # (B, W)
-    rows, columns = (y >= 0) & (y < side), (x >= 0) & (x < side)
+    rows = (y >= 0) & (y < side)
+    columns = (x >= 0) & (x < side)
     return (rows[:, :, None] & columns[:, None, :])[:, None]
-
-
-def leave(s, adv):
-    """Write the finished images of `square` to adv; return the state of the unfinished images."""
-    fooled = s.margin < 0
-    adv[s.row[fooled]] = s.best[fooled]
-    return select_rows(s, ~fooled)
 
 
 # --- the cascade ---------------------------------------------------------------------------------
@@ -302,8 +354,12 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                                 num_targets=num_targets),
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
-    robust, counts = clean_logits(model, images, eps, clip).argmax(1) == labels, []
-    (eps, index), adv = per_image(images, eps, index), images.clone()
+    logits = clean_logits(model, images, eps, clip)
+    check_classes(logits, 4, "AutoAttack")                      # before APGD-CE takes its time
+    robust = logits.argmax(1) == labels
+    eps, index = per_image(images, eps, index)
+    adv = images.clone()
+    counts = []
     for stage, attack in stages.items():
         on = robust.nonzero()[:, 0]
         if len(on):

@@ -3,11 +3,15 @@
 import dataclasses
 import itertools
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention import every_pap
 from common import InputError
 from robust import adaptive, attacks, words
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
@@ -15,6 +19,7 @@ from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, restarte
                             spsa_gradient)
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from data.shapes import load_shapes
+from fixtures import ROOT
 from golden_net import trained_network
 from robust.words import word_swap
 from vit import ViT, ViTConfig
@@ -249,6 +254,76 @@ def test_surrogates_share_weights_but_not_gradients(vit, net):
     assert adaptive.gradient_models(net[0], images) == []
 
 
+@pytest.fixture(scope="module")
+def rpca_vit():
+    """Return a ViT with robust PCA in both layers, images and its predictions."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpca", rpc_layers=(0, 1))).eval()
+        for p in model.requires_grad_(False).parameters():
+            p.mul_(4).add_(0.1 * torch.randn_like(p))
+    images = load_shapes("test", 20).images.float() / 255
+    return model, images, model(images).argmax(1)
+
+
+def test_rpca_has_its_own_surrogates(rpca_vit):
+    model, images, labels = rpca_vit
+    constant, no_s, _ = adaptive.gradient_models(model, images)
+    assert torch.equal(constant(images), model(images))
+    with every_pap(model, constant_s=True):
+        expected = gradient(model, images, labels)
+    assert torch.equal(gradient(constant, images, labels), expected)
+    assert not torch.allclose(expected, gradient(model, images, labels), rtol=0.1)
+    assert gradient(no_s, images, labels).isfinite().all()
+    assert adaptive.all_surrogates(model, images).equal[0](images).shape == (20, 10)
+
+
+class HiddenGradient(torch.nn.Module):
+    """Pass x on without its gradient, unless S is a constant, as an RPCA layer may do."""
+    attn = "rpca"
+
+    def __init__(self):
+        super().__init__()
+        self.pap = {}
+
+    def forward(self, x):
+        if "trace" in self.pap:
+            self.pap["trace"].append({})
+        if self.pap.get("constant_s"):
+            return x
+        return x.detach() + 0 * x
+
+
+def test_adaptive_attacks_follow_constant_s(net):
+    model, images, labels = net[0], net[1][:40], net[2][:40]
+    hidden = torch.nn.Sequential(HiddenGradient(), model).eval()
+    for plain, attack in ((pgd, adaptive_pgd), (apgd, adaptive_apgd)):
+        blind = right(hidden, plain(hidden, images, labels, EPS, steps=10), labels)
+        seeing = right(model, plain(model, images, labels, EPS, steps=10), labels)
+        left = right(hidden, attack(hidden, images, labels, EPS, steps=10), labels)
+        assert torch.equal(left, blind & seeing) and left.sum() < blind.sum() - 5
+
+
+def test_layers_of_two_kinds_have_surrogates_each(vit, rpca_vit):
+    images = vit[1][:2]
+
+    def both(x):
+        return vit[0](x) + rpca_vit[0](x)
+
+    assert len(adaptive.gradient_models(both, images)) == 5 + 3
+
+
+def test_adaptive_attacks_see_into_plain_functions(vit, net):
+    model, images, labels = vit[0], vit[1][:6], vit[2][:6]
+    few = dict(steps=2)
+    hidden = [model]
+    for attack in (adaptive_pgd, adaptive_apgd):
+        adv = attack(model, images, labels, EPS, **few)
+        assert torch.equal(attack(lambda x: hidden[0](x), images, labels, EPS, **few), adv)
+    plain = pgd(net[0].forward, images, labels, EPS, **few)          # runs no module
+    assert torch.equal(adaptive_pgd(net[0].forward, images, labels, EPS, **few), plain)
+
+
 def test_smooth_threshold_has_slope_of_softplus():
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
     y = adaptive.smooth_shrink(x, tau)
@@ -275,6 +350,62 @@ def test_adaptive_attacks_break_more_than_apgd(vit, net):
     images, labels = (t[:20] for t in net[1:])            # no RPC-Attention: the plain attacks
     for both in (pgd, adaptive_pgd), (apgd, adaptive_apgd):
         assert torch.equal(*(attack(net[0], images, labels, EPS, steps=10) for attack in both))
+
+
+def test_few_pgd_steps_can_cross_the_budget(net):
+    model, images, labels = net[0], net[1][:20], net[2][:20]
+    one = pgd(model, images, labels, EPS, steps=1, random_start=False)
+    assert torch.equal(one, fgsm(model, images, labels, EPS))
+    for steps, share in ((5, 0.5), (16, 0.15625), (17, 0.15), (40, 0.15)):
+        adv = pgd(model, images[:3], labels[:3], EPS, steps=steps, alpha=share * EPS)
+        assert torch.equal(pgd(model, images[:3], labels[:3], EPS, steps=steps), adv)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Raise an error where PyTorch makes a float64 tensor, as a Mac's GPU does."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor) and tensor.dtype == torch.float64:
+                raise TypeError(f"{function} made a float64 tensor")
+        return result
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_use_no_float64(net, vit, name):
+    (x, y), attack = (t[:3] for t in net[1:]), ATTACKS[name]
+    with NoFloat64():
+        attack(net[0], x, y, EPS)
+        if "adaptive" in name:
+            attack(vit[0], vit[1][:3], vit[2][:3], EPS)
+    with pytest.raises(TypeError), NoFloat64():
+        x.double()
+
+
+def test_adam_changes_no_argument():
+    grad, first, second = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    before = [t.clone() for t in (grad, first, second)]
+    change, new_first, new_second = attacks.adam(grad, first, second, 3, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip((grad, first, second), before))
+    expected = torch.lerp(first, grad, 0.1), torch.lerp(second, grad ** 2, 0.001)
+    torch.testing.assert_close((new_first, new_second), expected)
+    mean, square = expected[0] / (1 - 0.9 ** 3), expected[1] / (1 - 0.999 ** 3)
+    torch.testing.assert_close(change, 0.1 * mean / (square.sqrt() + 1e-8))
+
+
+def test_eps_per_image_imports_no_sympy():
+    """Its import takes half a second of each evaluation."""
+    code = """if True:
+        import sys, torch
+        from robust.attacks import per_image
+        shapes = [(), (3, 1, 1), (2, 1, 1, 1), (2, 3, 4, 4)]
+        for shape in shapes:
+            eps, _ = per_image(torch.zeros(2, 3, 4, 4), torch.full(shape, 0.3), None)
+            assert len(eps) == 2 and eps.ndim == 4 and (eps == 0.3).all()
+        assert "sympy" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize("change, message", [

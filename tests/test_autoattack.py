@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common import InputError
 from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, dlr, fab_t, likely_targets, random_square, square,
                                targeted_dlr)
@@ -112,6 +113,29 @@ def test_dlr_has_its_closed_form():
     torch.testing.assert_close(targeted_dlr(logits, labels, targets), expected)
     torch.testing.assert_close(dlr(7 * logits + 3, labels), dlr(logits, labels))
     assert likely_targets(logits, labels, 9).tolist() == [[2, 1, 3], [2, 3, 0]]
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_too_few_classes_are_an_error(classes, capsys):
+    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(192, classes, generator=torch.Generator().manual_seed(1))
+    calls = []
+
+    def model(x):
+        calls.append(x)
+        return x.flatten(1) @ weights
+
+    labels = model(images).argmax(1)
+    calls.clear()
+    for attack in (QUICK["aa"], apgd_t):
+        with pytest.raises(InputError, match=f"{classes} classes.*compares 4"):
+            attack(model, images, labels, EPS)
+    assert len(calls) == 2                                # before the first step
+    for attack in (apgd, QUICK["fab-t"]):
+        assert robust(model, attack(model, images, labels, 0.5), labels).sum() == 0
+    if classes == 2:
+        with pytest.raises(InputError, match="the DLR loss compares 3"):
+            apgd(model, images, labels, EPS, loss="dlr")
 
 
 def test_square_finds_what_gradients_miss(capsys):

@@ -80,7 +80,7 @@ def test_random_logits_fail(linear):
 
 
 def test_pgd_that_stops_early_fails(net):
-    short = checks.steps_and_restarts(*net, 6 / 255, steps=2)
+    short = checks.steps_and_restarts(*net, 6 / 255, steps=2, alpha=0.9 / 255)
     assert "10 steps fool no more images than 2 steps" in wrong(short)
     assert not wrong(checks.steps_and_restarts(*net, 6 / 255, steps=40))
     # the random start decides
