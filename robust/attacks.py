@@ -103,7 +103,8 @@ def check_inputs(model, images, eps=0.0, clip=True):
         if any(module.training for module in model.modules()):
             raise ValueError("the model is in train mode: call model.eval() before "
                              "attacking it")
-    low, high = images.detach().aminmax()
+    low = images.detach().min()
+    high = images.detach().max()
     if clip and not (-1e-6 <= low and high <= 1 + 1e-6):  # a comparison with nan is False
         raise InputError(f"images have values from {low:g} to {high:g}, "
                          f"expected 0 to 1")
@@ -349,13 +350,15 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     Tramer & Boneh 2019; `cleverhans:sparse_l1_descent.py`.
     """
     clean_logits(model, images, clip=clip)
-    k = max(int(0.99 * images[0].numel()), 1)             # the k-th smallest entry begins the 1 %
+    size = images[0].numel()
+    count = size - max(int(0.99 * size), 1) + 1                         # 1 % of the entries
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
-        largest = grad.abs() >= grad.abs().kthvalue(k, keepdim=True).values
+        least = grad.abs().topk(count).values[:, -1:]
+        largest = grad.abs() >= least
         step = l1 / 10 * grad.sign() * largest / largest.sum(1, keepdim=True)
         move = (adv - images).flatten(1) + step
         if rescale:
@@ -373,8 +376,9 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
     """Minimise ||x' - x||^2 + c max(margin + confidence, 0) by Adam, with x' = (tanh(w) + 1) / 2.
 
     c: (B,), as in `cw`. Returns the nearest successful iterates and their squared distances (B,),
-    inf if no iterate succeeded. An image is finished when its loss falls by less than 2 % within a tenth of
-    the steps. The authors' code stops the whole batch, at 0.01 %: three times slower, 1 % nearer.
+    inf if no iterate succeeded. An image is finished when its loss falls by less than 2 % within a
+    tenth of the steps. The authors' code stops the whole batch, at 0.01 %: three times slower, 1 %
+    nearer.
     """
     far = torch.full_like(c, math.inf)
     found = images.clone()

@@ -9,7 +9,8 @@ one grey level.
 
 A corruption is a function of (images, c, u), an entry in CORRUPTIONS, and an entry in CONSTANTS in
 severities.py. images: uint8. c: the severity's constant or constants. u: a function; u(n) draws
-(B, n) uniform numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are truncated, not rounded.
+(B, n) uniform numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are
+truncated, not rounded.
 """
 
 import math
