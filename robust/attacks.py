@@ -115,7 +115,10 @@ def check_inputs(model, images, eps=0.0, clip=True):
 
 
 def check_logits(logits):
-    """Raise InputError for logits that are not finite, and for scores that are no logits."""
+    """Raise InputError for logits that are not finite, and for scores that are no logits.
+
+    Neither gives a useful gradient, so the model would look robust.
+    """
     if not logits.isfinite().all():
         raise InputError("the model returns logits that are not finite (inf or nan)")
     expected = "expected logits, the values before the softmax or the sigmoid"
