@@ -460,7 +460,7 @@ class Adapting(torch.nn.Module):
 @pytest.mark.parametrize("wrap, message", [
     (image_statistics, "BatchNorm"), (left_dropout, "dropout"), (Adapting, "adapt"),
     (lambda model: lambda x: model(x) + 0.05 * torch.randn(10), "random numbers"),
-    (lambda model: lambda x: model(x - x.mean()), "other images of its batch"),
+    (lambda model: lambda x: model(x - x.mean()), "other images of the batch"),
     (lambda model: lambda x: model(x).squeeze(), "one by one")])
 def test_logits_must_depend_on_one_image(net, wrap, message):
     model, images = net[0], net[1][:2]
