@@ -27,7 +27,7 @@ import common
 from attention import (ATTENTIONS, LAYER_PATTERNS, RPCA_SETTINGS, Attention, layer_inputs,
                        robust_pca, rpc_attention, symmetric_attention)
 from data.shapes import load_shapes
-from robust.adaptive import straight_through, with_pap
+from robust.adaptive import layers_with_pap, with_pap, zero_slope
 from robust.attacks import pgd
 from robust.autoattack import square
 from robust.corruptions import NAMES, corrupt
@@ -194,10 +194,11 @@ def pgd_rows(model, images, labels, seed):
     60 steps run only on images that survived all attacks before. "worst": survived everything.
     """
     twins = {"true gradient": model}
+    layers = layers_with_pap(model, images)
     if model.config.attn == "rpc":                      # PAP: the slope of S counts as 0
-        twins["S constant"] = straight_through(model, 0.0)
+        twins["S constant"] = with_pap(model, layers, shrink=zero_slope)
     elif model.config.attn not in ("symmetric", "temperature"):
-        twins["S constant"] = with_pap(model, constant_s=True)
+        twins["S constant"] = with_pap(model, layers, constant_s=True)
     found = {}
     worst = torch.ones(len(images), dtype=torch.bool)
     for name, twin in twins.items():
