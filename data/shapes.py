@@ -26,9 +26,45 @@ def box(x, y, width, height):
     return torch.maximum(x.abs() - width, y.abs() - height)
 
 
+# --- shapes: signed distance from the points (x, y) to the edge -----------------------------------
+
+def arrow(x, y):
+    head = torch.maximum((x.abs() + y - 0.95) * 0.71, -y)
+    shaft = box(x, y + 0.4, 0.3, 0.5)
+    return torch.minimum(head, shaft)
+
+
+def circle(x, y):
+    return torch.hypot(x, y) - 0.85
+
+
+def crescent(x, y):
+    disc = torch.hypot(x, y) - 0.95
+    hole = 0.75 - torch.hypot(x - 0.45, y)
+    return torch.maximum(disc, hole)
+
+
+def cross(x, y):
+    return torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27))
+
+
 def flower(x, y):
     x, y = fold(x, y, 5)
     return torch.hypot(x, y - 0.58) - 0.4
+
+
+def heart(x, y):
+    tip = (x.abs() + (y + 0.1).abs()) * 0.71
+    discs = torch.hypot(x.abs() - 0.39, y - 0.29)
+    return torch.minimum(tip, discs) - 0.55
+
+
+def ring(x, y):
+    return (torch.hypot(x, y) - 0.68).abs() - 0.24
+
+
+def square(x, y):
+    return box(x, y, 0.75, 0.75)
 
 
 def star(x, y):
@@ -36,29 +72,55 @@ def star(x, y):
     return 0.92 * x + 0.39 * (y - 1)                # the line from a tip to the next inner corner
 
 
+def triangle(x, y):
+    return torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5
+
+
 SHAPES = {
-    "arrow": lambda x, y: torch.minimum(torch.maximum((x.abs() + y - 0.95) * 0.71, -y),
-                                        box(x, y + 0.4, 0.3, 0.5)),
-    "circle": lambda x, y: torch.hypot(x, y) - 0.85,
-    "crescent": lambda x, y: torch.maximum(torch.hypot(x, y) - 0.95,
-                                           0.75 - torch.hypot(x - 0.45, y)),
-    "cross": lambda x, y: torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27)),
+    "arrow": arrow,
+    "circle": circle,
+    "crescent": crescent,
+    "cross": cross,
     "flower": flower,
-    "heart": lambda x, y: torch.minimum((x.abs() + (y + 0.1).abs()) * 0.71,         # tip, two discs
-                                        torch.hypot(x.abs() - 0.39, y - 0.29)) - 0.55,
-    "ring": lambda x, y: (torch.hypot(x, y) - 0.68).abs() - 0.24,
-    "square": lambda x, y: box(x, y, 0.75, 0.75),
+    "heart": heart,
+    "ring": ring,
+    "square": square,
     "star": star,
-    "triangle": lambda x, y: torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5,
+    "triangle": triangle,
 }
-TEXTURES = [                                # share of the second colour; x and y are in radians
-    lambda x, y: torch.zeros_like(x),                                           # plain
-    lambda x, y: (0.5 + 0.1 * x).clamp(0, 1),                                   # gradient
-    lambda x, y: (0.5 + 2 * x.sin()).clamp(0, 1),                               # stripes
-    lambda x, y: (0.5 + 3 * x.sin() * y.sin()).clamp(0, 1),                     # checks
-    lambda x, y: (0.5 + 2 * (x.cos() + y.cos() - 0.6)).clamp(0, 1),             # dots
-    lambda x, y: 0.5 + 0.5 * (x + 2 * (0.7 * y).sin()).sin(),                   # waves
-]
+
+
+# --- textures: share of the second colour; x and y are in radians ---------------------------------
+
+def plain(x, y):
+    return torch.zeros_like(x)
+
+
+def gradient(x, y):
+    return (0.5 + 0.1 * x).clamp(0, 1)
+
+
+def stripes(x, y):
+    return (0.5 + 2 * x.sin()).clamp(0, 1)
+
+
+def checks(x, y):
+    return (0.5 + 3 * x.sin() * y.sin()).clamp(0, 1)
+
+
+def dots(x, y):
+    return (0.5 + 2 * (x.cos() + y.cos() - 0.6)).clamp(0, 1)
+
+
+def waves(x, y):
+    return 0.5 + 0.5 * (x + 2 * (0.7 * y).sin()).sin()
+
+
+TEXTURES = [plain, gradient, stripes, checks, dots, waves]
+
+
+# --- scenes ---------------------------------------------------------------------------------------
+
 NUM_LAYERS = 5                              # back to front: background, three small shapes, main
 
 
@@ -73,20 +135,26 @@ def apply_each(functions, which, x, y):
 
 def colour(hue, saturation, luminance):
     """Return RGB (B, 3, 1, 1) with this luminance, 0.3 R + 0.59 G + 0.11 B. All are in [0, 1]."""
-    hue, saturation, luminance = hue[:, None], saturation[:, None], luminance[:, None]  # (B, 1, ..)
-    turn, weight = torch.tensor([[0, 4, 2], [0.3, 0.59, 0.11]], device=hue.device)[..., None, None]
+    hue = hue[:, None]                                      # (B, 1, 1, 1)
+    saturation = saturation[:, None]
+    luminance = luminance[:, None]
+    constants = torch.tensor([[0, 4, 2], [0.3, 0.59, 0.11]], device=hue.device)
+    turn, weight = constants[..., None, None]               # (3, 1, 1)
     rgb = ((hue * 6 + turn) % 6 - 3).abs() - 1
     rgb = rgb.clamp(0, 1)
     grey = (rgb * weight).sum(1, keepdim=True)
     darker = rgb * luminance / grey
     lighter = 1 - (1 - rgb) * (1 - luminance) / (1 - grey)
-    return torch.lerp(luminance, torch.where(luminance < grey, darker, lighter), saturation)
+    saturated = torch.where(luminance < grey, darker, lighter)
+    return torch.lerp(luminance, saturated, saturation)
 
 
 def textured(draw, first, second, u, v):
     """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
-    angle, frequency = draw(0, 2 * math.pi, 10), draw(4, 9, 11)
-    cos, sin = angle.cos() * frequency, angle.sin() * frequency
+    angle = draw(0, 2 * math.pi, 10)
+    frequency = draw(4, 9, 11)
+    cos = angle.cos() * frequency
+    sin = angle.sin() * frequency
     which = (draw(0, 1, 12) * len(TEXTURES)).long().flatten()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
@@ -101,10 +169,12 @@ def render_scenes(index, size=32, seed=0):
     A scene depends on (seed, index) only. Another size gives the same scene at another resolution,
     with other pixel noise. Place, size, rotation, colours and textures do not depend on the class.
     """
-    B, device = len(index), index.device
+    B = len(index)
+    device = index.device
     draws = uniform(index, NUM_LAYERS * 14, seed, SCENE).view(B, NUM_LAYERS, 14)
     axis = (torch.arange(size, device=device) + 0.5) * (2 / size) - 1           # pixel centres
-    x, y = axis.expand(B, size, size), -axis[:, None].expand(B, size, size)
+    x = axis.expand(B, size, size)
+    y = -axis[:, None].expand(B, size, size)
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
@@ -114,9 +184,10 @@ def render_scenes(index, size=32, seed=0):
         # Two similar colours. Shapes are light, else small networks need far more images.
         luminance = draw(0.62, 0.92, 0) if layer else draw(0.1, 0.36, 0)
         saturation = draw(0.35, 0.95, 1) if layer else draw(0.2, 0.6, 1)
-        hue, other = draw(0, 1, 2), draw(-0.12, 0.12, 3)
+        hue = draw(0, 1, 2)
+        similar = (hue + draw(-0.12, 0.12, 3)) % 1
         first = colour(hue, saturation, luminance)
-        second = colour((hue + other) % 1, saturation, luminance * draw(0.75, 0.98, 4))
+        second = colour(similar, saturation, luminance * draw(0.75, 0.98, 4))
         if layer == 0:
             images = textured(draw, first, second, x, y)
             continue
@@ -124,26 +195,34 @@ def render_scenes(index, size=32, seed=0):
         # The place of the shape. u and v are x and y in its own frame.
         if layer == NUM_LAYERS - 1:                         # anywhere inside the image
             scale = draw(0.52, 0.78, 5)
-            centre_x, centre_y = draw(-1, 1, 6) * (0.95 - scale), draw(-1, 1, 7) * (0.95 - scale)
+            centre_x = draw(-1, 1, 6) * (0.95 - scale)
+            centre_y = draw(-1, 1, 7) * (0.95 - scale)
         else:                                               # near the border, one sector per shape
-            scale, radius = draw(0.14, 0.22, 5), draw(0.75, 1.05, 7)
+            scale = draw(0.14, 0.22, 5)
+            radius = draw(0.75, 1.05, 7)
             angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
             centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
             centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-        turn, stretch = draw(-0.35, 0.35, 8), draw(-0.12, 0.12, 9).exp()
-        cos, sin, dx, dy = turn.cos() / scale, turn.sin() / scale, x - centre_x, y - centre_y
-        u, v = (cos * dx + sin * dy) * stretch, (cos * dy - sin * dx) / stretch
+        turn = draw(-0.35, 0.35, 8)
+        stretch = draw(-0.12, 0.12, 9).exp()
+        cos = turn.cos() / scale
+        sin = turn.sin() / scale
+        dx = x - centre_x
+        dy = y - centre_y
+        u = (cos * dx + sin * dy) * stretch
+        v = (cos * dy - sin * dx) / stretch
 
         # Draw the shape and its shadow on the layers behind it.
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, 13) * len(SHAPES)).long().flatten()        # kept from the last layer
+        labels = (draw(0, 1, 13) * len(SHAPES)).long().flatten()    # kept from the last layer
         distance = apply_each(SHAPES.values(), labels, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
         masks = torch.where(coverage > 0.5, (labels + 1).byte().view(B, 1, 1), masks)
 
-    noise = uniform(index, 3 * size * size, seed, SCENE_NOISE).view(B, 3, size, size) - 0.5
+    noise = uniform(index, 3 * size * size, seed, SCENE_NOISE) - 0.5
+    noise = noise.view(B, 3, size, size)
     images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
     return (images.clamp(0, 1) * 255).round().byte(), labels, masks
 
@@ -153,6 +232,7 @@ def load_shapes(split, num_images, size=32, device="cpu"):
     first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
     index = torch.arange(first, first + num_images, device=device)
     chunks = index.split(max(1, 2 ** 18 // size ** 2))              # to stay in a CPU's cache
-    parts = [render_scenes(chunk, size) for chunk in bar(chunks, f"rendering {split}", leave=False)]
+    progress = bar(chunks, f"rendering {split}", leave=False)
+    parts = [render_scenes(chunk, size) for chunk in progress]
     images, labels, masks = (torch.cat(part) for part in zip(*parts))
     return Split(images, labels, list(SHAPES), masks)
