@@ -4,6 +4,7 @@ The numbers of a sample depend on (seed, purpose, sample) only. So batch size, d
 number of processes and resuming do not change these numbers, and no random state has to be saved.
 """
 
+import hashlib
 import math
 
 import torch
@@ -39,7 +40,8 @@ def uniform(index, n, *key):
         row = _mix(_mix(row ^ k).add_(0x3C6EF372))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
     h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))              # (B, n)
-    return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0 ** -24)
+    h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
+    return h.float().mul_(2.0 ** -24)
 
 
 def normal(u):
@@ -48,10 +50,10 @@ def normal(u):
 
 
 def seed_from(*key):
-    """Hash ints in [0, 2**31) to a seed in [0, 2**48) for PyTorch's random generator."""
-    *key, index = key
-    high, low = (uniform(torch.tensor([index]), 2, *key)[0] * 2 ** 24).long().tolist()
-    return high << 24 | low
+    """Hash ints to a seed in [0, 2**48) for PyTorch's random generator."""
+    text = repr(tuple(map(int, key)))                   # also for NumPy's integers
+    digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
 
 
 def epoch_order(n, epoch, seed, repeats=1):
@@ -71,7 +73,8 @@ def batch_pairs(n, batch_size, start, stop, seed, rank=0, world=1, repeats=1):
     number of its image, 0 to n - 1. An epoch has only whole batches. Process `rank` of `world` gets
     b = batch_size / world neighbouring samples of the batch.
     """
-    b, epoch_steps = batch_size // world, n // batch_size
+    b = batch_size // world
+    epoch_steps = n // batch_size
     for step in range(start, stop):
         epoch, i = divmod(step, epoch_steps)
         if i == 0 or step == start:
