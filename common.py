@@ -151,6 +151,18 @@ def same_everywhere(value, what):
                              f"the same files on every node")
 
 
+def allowed_cores():
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):                # Linux; containers and SLURM allow fewer
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_workers():
+    """Return the default of --num_workers: one process per core, at most 10."""
+    return min(allowed_cores(), 10)
+
+
 def use_bf16(wanted, device):
     """Return whether to compute in bf16 autocast. wanted: the value of --amp.
 

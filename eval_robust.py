@@ -138,7 +138,7 @@ def get_args(words=None):
          "first checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
     flag("--batch_size", type=int, help="images per batch, which bounds the memory (default: "
          "depends on the image size and the memory of the GPU)")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="processes that "
+    flag("--num_workers", type=int, default=common.default_workers(), help="processes that "
          "decode images (default: %(default)s)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)

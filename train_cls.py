@@ -18,7 +18,6 @@ A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several
 """
 
 import math
-import os
 import time
 from argparse import BooleanOptionalAction
 from dataclasses import asdict
@@ -54,7 +53,7 @@ def get_args():
     flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
     flag("--holdout", type=int, default=0, help="hold out this many training images, and evaluate "
          "on them instead of the test images; of your own images, a tenth is always held out")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
+    flag("--num_workers", type=int, default=common.default_workers(),
          help="processes per GPU that decode ImageNet (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
@@ -94,6 +93,8 @@ def get_args():
 
     flag = p.add_argument_group("augmentation").add_argument
     flag("--pad", type=int, default=0, help="shift images by up to this many pixels")
+    flag("--flip", action=boolean, default=False, help="mirror half of the images left to right; "
+         "not for digits, letters or signs")
     flag("--num_ops", type=int, default=0, help="apply this many RandAugment operations")
     flag("--erase", type=float, default=0.0, help="erase a rectangle with this probability")
     flag("--mixup", type=float, default=0.0, help="alpha of Mixup")
@@ -158,7 +159,7 @@ def train_batches(source, args, start, stop, device, rank, world):
     loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
         images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
-        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops)
+        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops, args.flip)
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):

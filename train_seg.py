@@ -74,7 +74,7 @@ def get_args():
          "whose pixel values are classes; docs/data.md shows all layouts")
     flag("--num_classes", type=int, help="expected number of classes (not for folder)")
     flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10),
+    flag("--num_workers", type=int, default=common.default_workers(),
          help="processes per GPU that decode images (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument

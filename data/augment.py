@@ -15,24 +15,31 @@ import torch
 import torch.nn.functional as F
 
 from data.images import constant, send
-from data.rng import ERASE, ERASE_NOISE, FLIP, MIX, RAND_AUGMENT, SHIFT, normal, seed_from, uniform
+from data.rng import (ERASE, ERASE_NOISE, FLIP, MIX, RAND_AUGMENT, SHIFT, normal, seed_from,
+                      uniform)
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)           # ImageNet's, of pixels in [0, 1]
-FILL = (124, 116, 104)                                    # MEAN as 0..255, outside a warped image
+MEAN = (0.485, 0.456, 0.406)                        # ImageNet's, of pixels in [0, 1]
+STD = (0.229, 0.224, 0.225)
+LUMA = (0.299, 0.587, 0.114)                        # shares of red, green, blue in a grey value
+FILL = (124, 116, 104)                              # MEAN as 0..255, outside a warped image
 ERASE_TRIES = 10
 ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
 
 
-def augment_uint8(images, positions, seed, pad=0, num_ops=0):
+def augment_uint8(images, positions, seed, pad=0, num_ops=0, flip=True):
     """Shift by up to `pad` pixels, flip, and apply `num_ops` RandAugment operations per image.
 
-    images: uint8. positions: (B,) int64 on the CPU, below 2**31.
+    images: uint8. positions: (B,) int64 on the CPU, below 2**31. flip: mirror half of the images.
     """
     if pad:
-        images = random_crop(images, uniform(positions, 2, seed, SHIFT), pad)
-    images = random_hflip(images, uniform(positions, 1, seed, FLIP)[:, 0])
+        u = uniform(positions, 2, seed, SHIFT)
+        images = random_crop(images, u, pad)
+    if flip:
+        u = uniform(positions, 1, seed, FLIP)
+        images = random_hflip(images, u[:, 0])
     if num_ops:
-        images = rand_augment(images, uniform(positions, 4 * num_ops, seed, RAND_AUGMENT))
+        u = uniform(positions, 4 * num_ops, seed, RAND_AUGMENT)
+        images = rand_augment(images, u)
     return images
 
 
@@ -55,7 +62,8 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad=4):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
-    top, left = send((u.double() * (2 * pad + 1)).long(), images.device).unbind(1)
+    corner = (u.double() * (2 * pad + 1)).long()
+    top, left = send(corner, images.device).unbind(1)
     crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all crops, as views
     return crops[torch.arange(B, device=images.device), :, top, left]
 
@@ -68,8 +76,8 @@ def random_hflip(images, u):
 
 # --- RandAugment ----------------------------------------------------------------------------------
 # These are timm's names of the operations. TONE changes each value of a channel by a table.
-TONE = ("AutoContrast", "Equalize", "Invert", "PosterizeIncreasing", "SolarizeIncreasing",
-        "SolarizeAdd", "ContrastIncreasing", "BrightnessIncreasing")
+TONE = ("AutoContrast", "Equalize", "Invert", "PosterizeIncreasing",
+        "SolarizeIncreasing", "SolarizeAdd", "ContrastIncreasing", "BrightnessIncreasing")
 BLEND = ("ColorIncreasing", "SharpnessIncreasing")      # with the grey or the smooth image
 GEOMETRIC = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 OPS = TONE + BLEND + GEOMETRIC
@@ -84,12 +92,13 @@ def rand_augment(images, u):
     images = images.clone()
     for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
         x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
-        sign = torch.where(sign < 0.5, 1.0, -1.0)
+        x = x.float()
+        sign = torch.where(sign < 0.5, 1.0, -1.0).float()
         which = torch.where(apply < 0.5, (which * len(OPS)).long(), -1)
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
             index = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
             if len(index):                              # `which` is on the CPU: no wait for a GPU
-                chosen = (send(t[index], images.device) for t in (which, x.float(), sign.float()))
+                chosen = [send(t[index], images.device) for t in (which, x, sign)]
                 index = send(index, images.device)
                 images[index] = change(images[index], *chosen)
             which = which - len(names)
@@ -101,20 +110,27 @@ def change_tone(images, which, x, sign):
 
     images: (b, 3, H, W) uint8. which, x, sign: (b,) on the same device, also in `blend` and `warp`.
     """
-    b, pixels = len(images), images[0, 0].numel()
+    b = len(images)
+    pixels = images[0, 0].numel()
+    device = images.device
     index = images.view(3 * b, pixels).long()
-    counts = torch.zeros(3 * b, 256, device=images.device)          # whole numbers
+    counts = torch.zeros(3 * b, 256, device=device)                 # whole numbers
     counts.scatter_add_(1, index, counts.new_ones(1).expand_as(index))
-    v, (x, sign) = torch.arange(256.0, device=images.device), (t.view(b, 1, 1) for t in (x, sign))
+    counts = counts.view(b, 3, 256)                                 # pixels of each grey level
+    v = torch.arange(256.0, device=device)                          # the grey levels
+    x = x.view(b, 1, 1)
+    sign = sign.view(b, 1, 1)
 
-    counts = counts.view(b, 3, 256)
+    # Each table has a new value for each grey level, (b, 3, 256) or a shape that expands to it.
     low = torch.where(counts > 0, v, 255.0).amin(2, keepdim=True)
     high = torch.where(counts > 0, v, 0.0).amax(2, keepdim=True)
     stretched = (v - low) * (255 / (high - low).clamp(min=1))
     step = ((pixels - counts.gather(2, high.long())) / 255).floor()
-    equal = (((step / 2).floor() + counts.cumsum(2) - counts) / step.clamp(min=1)).floor()
-    luma = constant((0.299, 0.587, 0.114), images.device)
-    mean = ((counts * v).sum(2) / pixels * luma).sum(1).add(0.5).floor().view(b, 1, 1)
+    below = (step / 2).floor() + counts.cumsum(2) - counts
+    equal = (below / step.clamp(min=1)).floor()
+    channel_mean = (counts * v).sum(2) / pixels                             # (b, 3)
+    mean = (channel_mean * constant(LUMA, device)).sum(1)                   # of the grey image
+    mean = mean.add(0.5).floor().view(b, 1, 1)
     factor = (1 + sign * 0.9 * x).clamp(min=0.1)        # of PIL's ImageEnhance, 0.1 to 1.9
     lost = 2 ** (4 + (4 * x).floor())                   # grey levels that become one
     tables = [torch.where(high > low, stretched, v),                        # in the order of TONE
@@ -126,17 +142,19 @@ def change_tone(images, which, x, sign):
               mean + factor * (v - mean),
               factor * v]
     tables = torch.stack([table.expand(b, 3, 256) for table in tables])
-    table = tables[which, torch.arange(b, device=images.device)].clamp(0, 255).byte()
+    table = tables[which, torch.arange(b, device=device)].clamp(0, 255).byte()
     return table.view(3 * b, 256).gather(1, index).view_as(images)
 
 
 def blend(images, which, x, sign):
     """Move each image away from its grey (which = 0) or its smooth version (1), or towards it."""
     images = images.float()
-    grey = (images * constant((0.299, 0.587, 0.114), images.device).view(3, 1, 1)).sum(1, True)
+    luma = constant(LUMA, images.device).view(3, 1, 1)
+    grey = (images * luma).sum(1, True)
     smooth = images.clone()                     # a 3 x 3 mean; the centre has weight 5, others 1
     rows = images[..., :-2] + images[..., 1:-1] + images[..., 2:]
-    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * images[..., 1:-1, 1:-1]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
+    total = total + 4 * images[..., 1:-1, 1:-1]
     smooth[..., 1:-1, 1:-1] = total / 13
     base = torch.where(which.view(-1, 1, 1, 1) == 0, grey.round(), smooth.round())
     factor = (1 + sign * 0.9 * x).clamp(min=0.1).view(-1, 1, 1, 1)      # as in `change_tone`
@@ -146,22 +164,30 @@ def blend(images, which, x, sign):
 def warp(images, which, x, sign):
     """Rotate, shear or shift each image by GEOMETRIC[which]: bicubic, FILL outside the image."""
     H, W = images.shape[2:]
-    angle, amount, zero = sign * x * (math.pi / 6), sign * x, torch.zeros_like(x)
-    cos, sin, shear = angle.cos(), angle.sin(), 0.3 * amount
+    tall = H / W
+    amount = sign * x
+    angle = sign * x * (math.pi / 6)
+    cos = angle.cos()
+    sin = angle.sin()
+    shear = 0.3 * amount
+    shift = 0.9 * amount
+    zero = torch.zeros_like(x)
+    one = torch.ones_like(x)
     # u and v go from -1 to 1. A row (a, b, c, d, e, f) reads at (a u + b v + c, d u + e v + f).
-    wide, one = H / W, torch.ones_like(x)
-    maps = [(cos, -sin * wide, zero, sin / wide, cos, zero),        # in the order of GEOMETRIC
-            (one, shear * wide, shear * wide, zero, one, zero),
-            (one, zero, zero, shear / wide, one, shear / wide),
-            (one, zero, 0.9 * amount, zero, one, zero),
-            (one, zero, zero, zero, one, 0.9 * amount)]
-    maps = torch.stack([torch.stack(rows, 1) for rows in maps])             # (5, b, 6)
+    maps = [(cos, -sin * tall, zero, sin / tall, cos, zero),        # in the order of GEOMETRIC
+            (one, shear * tall, shear * tall, zero, one, zero),
+            (one, zero, zero, shear / tall, one, shear / tall),
+            (one, zero, shift, zero, one, zero),
+            (one, zero, zero, zero, one, shift)]
+    maps = [torch.stack(row, 1) for row in maps]
+    maps = torch.stack(maps)                                                # (5, b, 6)
     maps = maps[which, torch.arange(len(x), device=x.device)].view(-1, 1, 1, 2, 3)
-    u, v = ((2 * torch.arange(n, device=x.device) + 1) / n - 1 for n in (W, H))
+    u = (2 * torch.arange(W, device=x.device) + 1) / W - 1
+    v = (2 * torch.arange(H, device=x.device) + 1) / H - 1
     grid = maps[..., 0] * u[:, None] + maps[..., 1] * v[:, None, None] + maps[..., 2]
     fill = constant(FILL, images.device).view(3, 1, 1)
-    out = F.grid_sample(images.float() - fill, grid, "bicubic", align_corners=False) + fill
-    return out.round().clamp(0, 255).byte()
+    out = F.grid_sample(images.float() - fill, grid, "bicubic", align_corners=False)
+    return (out + fill).round().clamp(0, 255).byte()
 
 
 # --- random erasing -------------------------------------------------------------------------------
@@ -179,21 +205,27 @@ def random_erase(images, u, positions, seed, prob):
     share, ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
     pixels = (0.02 + (1 / 3 - 0.02) * share) * H * W                        # (B, 10)
     ratio = torch.exp((1 - 2 * ratio) * math.log(0.3))
-    h, w = (pixels * ratio).sqrt().round().long(), (pixels / ratio).sqrt().round().long()
+    h = (pixels * ratio).sqrt().round().long()
+    w = (pixels / ratio).sqrt().round().long()
     fits = (h < H) & (w < W)
     chosen = ((u[:, 0] < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
     attempt = fits[chosen].int().argmax(1, keepdim=True)
-    h, w = h[chosen].gather(1, attempt)[:, 0], w[chosen].gather(1, attempt)[:, 0]
-    top, left = (u[chosen, 1] * (H - h + 1)).long(), (u[chosen, 2] * (W - w + 1)).long()
+    h = h[chosen].gather(1, attempt)[:, 0]
+    w = w[chosen].gather(1, attempt)[:, 0]
+    top = (u[chosen, 1] * (H - h + 1)).long()
+    left = (u[chosen, 2] * (W - w + 1)).long()
 
     # Make one column per erased pixel, box after box. The sizes are on the CPU: no wait for a GPU.
-    first = (h * w).cumsum(0) - h * w
-    boxes = [chosen, positions[chosen], top, left, w, first, h * w]
-    boxes = send(torch.stack(boxes), images.device)
-    columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=int((h * w).sum()))
+    area = h * w
+    first = area.cumsum(0) - area
+    boxes = torch.stack([chosen, positions[chosen], top, left, w, first, area])
+    boxes = send(boxes, images.device)
+    total = int(area.sum())
+    columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=total)
     sample, position, top, left, w, first = columns
-    i = torch.arange(len(first), device=images.device) - first
-    y, x = top + i // w, left + i % w
+    i = torch.arange(total, device=images.device) - first           # the pixel's number in its box
+    y = top + i // w
+    x = left + i % w
     noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))            # (n, 3)
     noise = noise * constant(STD, images.device) + constant(MEAN, images.device)
     images[sample, :, y, x] = noise.to(images.dtype)

@@ -1,15 +1,18 @@
 """Compare batched augmentations with PIL and timm; test how random numbers determine them."""
 
 import math
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
+import train_cls
 from data import augment as aug
 from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, mix, rand_augment,
                           random_crop, random_erase, random_hflip, to_float)
-from data.rng import uniform
+from data.rng import RAND_AUGMENT, batch_pairs, uniform
+from data.shapes import load_shapes
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -111,6 +114,19 @@ def test_flip_and_shift_follow_their_numbers():
     assert torch.equal(out[2, :, :-4], images[2, :, 4:]) and not out[2, :, -4:].any()
 
 
+def test_flip_is_a_choice():
+    images = make_images(64)
+    positions = torch.arange(64)
+    assert torch.equal(augment_uint8(images, positions, 0, flip=False), images)
+    flipped = augment_uint8(images, positions, 0, flip=True)
+    mirrored = (flipped == images.flip(3)).flatten(1).all(1)
+    assert 16 < mirrored[:-1].sum() < 48                    # about half
+    both = augment_uint8(images, positions, 0, pad=4, num_ops=2, flip=False)
+    alone = augment_uint8(images, positions, 0, pad=4, flip=False)
+    alone = rand_augment(alone, uniform(positions, 8, 0, RAND_AUGMENT))
+    assert torch.equal(both, alone)                         # other random numbers stay
+
+
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):
     """Return the box (top, left, height, width) in 96 x 96 pixels, after `misses` failed tries."""
     tall = 0.5 - 0.5 * math.log(3) / math.log(0.3)  # three times as high as wide: 96 x 32
@@ -168,3 +184,16 @@ def test_an_image_is_mixed_with_the_one_before_it():
         kinds.add(cut)
     assert kinds == {True, False} and torch.equal(before, torch.get_rng_state())
     assert not torch.equal(mix(images, targets, 3, 0)[1], mix(images, targets, 4, 0)[1])
+
+
+def test_training_images_are_mirrored_by_flag():
+    scenes = load_shapes("train", 64, 16)
+    args = Namespace(batch_size=64, image_size=16, seed=0, repeats=1, pad=0, num_ops=0, erase=0,
+                     mixup=0, cutmix=0, smoothing=0)
+    (position, index), = batch_pairs(64, 64, 0, 1, 0)
+    for args.flip in (True, False):
+        device = torch.device("cpu")
+        (images, _, _), = train_cls.train_batches(scenes, args, 0, 1, device, 0, 1)
+        expected = augment_uint8(scenes.images[index], position, 0, flip=args.flip)
+        assert torch.equal(images, expected / 255)
+        assert torch.equal(expected, scenes.images[index]) != args.flip

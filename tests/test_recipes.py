@@ -8,6 +8,7 @@ import pytest
 import train_cls
 import train_lm
 import train_seg
+from data.datasets import DATASETS, DataSet
 from fixtures import ROOT
 from runs import call
 
@@ -17,7 +18,7 @@ OURS = dict(attn="rpc", rpc_layers="0", n_iter=4, lambd=4.0, form="released", se
 DEIT = dict(OURS, model="tiny", image_size=224, patch_size=16, drop_path=0.1, epochs=300,
             batch_size=1024, lr=5e-4 * 1024 / 512, warmup_epochs=5, weight_decay=0.05,
             clip=0, pad=0, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0,
-            smoothing=0.1, repeats=3)
+            smoothing=0.1, repeats=3, flip=True, eval_every=5)
 FAN = dict(DEIT, lr=2e-3, repeats=1)
 RECIPES = {
     "train_cls.py --data imagenet": DEIT,
@@ -58,6 +59,16 @@ def test_recipes_are_the_papers(command):
     found = flags_of(script, [*words, "--data_dir", "x"])
     wrong = {k: (found[k], v) for k, v in RECIPES[command].items() if found[k] != v}
     assert not wrong.keys() - {"attn"}, wrong
+
+
+def test_only_recipes_that_say_so_mirror_images(monkeypatch):
+    """The four data sets are mirrored. Another one is not: digits and signs would change."""
+    for name in ("shapes", "cifar10", "imagenet", "folder"):
+        assert flags_of("train_cls.py", ["--data", name])["flip"]
+        assert not flags_of("train_cls.py", ["--data", name, "--no-flip"])["flip"]
+    monkeypatch.setitem(DATASETS, "digits", DataSet(None, dict(model="nano")))
+    assert not flags_of("train_cls.py", ["--data", "digits"])["flip"]
+    assert flags_of("train_cls.py", ["--data", "digits", "--flip"])["flip"]
 
 
 def test_commands_of_the_papers_runs_parse():
