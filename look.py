@@ -25,7 +25,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from attention import layer_inputs
 from data.datasets import DATASETS
-from data.images import central_square, marks, read_image, walk_images
+from data.images import central_square, image_hashes, read_image, walk_images
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
@@ -185,7 +185,8 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder, crop, seen):
     """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
 
-    seen: `marks` of the images that the training used; with them, a row ends with "yes" or "no".
+    seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or
+    "no".
     """
     rows = []
     for path in walk_images(folder):
@@ -196,7 +197,7 @@ def classify_folder(model, classes, folder, crop, seen):
             continue
         image = central_square(photo, model.config.image_size, crop)
         probability, k = model(image[None] / 255)[0].softmax(0).max(0)
-        used = ["yes" if marks(path, photo) & seen else "no"] if seen else []
+        used = ["yes" if image_hashes(path, photo) & seen else "no"] if seen else []
         rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}", *used))
     return rows
 
@@ -222,7 +223,7 @@ def main():
 
     if args.image:
         image, noise = read_image(args.image), args.noise or 0
-        if marks(args.image, image) & seen:
+        if image_hashes(args.image, image) & seen:
             print("the training used this image, so the answer does not count as a test")
     else:
         scenes = load_shapes("test", args.scene + 1, model.config.image_size)

@@ -8,8 +8,10 @@ import hashlib
 import json
 import math
 import os
+import sys
 import zlib
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 from unicodedata import normalize
 
@@ -22,8 +24,11 @@ from common import InputError
 from data.rng import RANDOM_CROP, uniform
 
 IMAGE_EXTENSIONS = (".jpeg", ".jpg", ".png", ".webp")
-PARTS = {"train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val",
-         "test": "test"}                     # folders of your own data
+PARTS = {                                    # folders of your own data: the part
+    "train": "train", "training": "train",
+    "val": "val", "valid": "val", "validation": "val",
+    "test": "test",
+}
 
 
 class Split(NamedTuple):
@@ -32,12 +37,15 @@ class Split(NamedTuple):
     labels: torch.Tensor                     # (N,) int64
     classes: list                            # class names, str; labels are indices into it
     masks: torch.Tensor | None = None        # scenes: (N, H, W) uint8, 0: none, k + 1: class k
-    hashes: list = []                        # your own images: `marks` of every file
+    hashes: list = []                        # your own images: `image_hashes` of every file
 
 
 def send(x, device):
     """Copy a small tensor or list to the device; the CPU does not wait."""
-    return torch.as_tensor(x).to(device, non_blocking=True)
+    x = torch.as_tensor(x)
+    if torch.device(device).type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()                   # from other memory, a large copy makes the CPU wait
+    return x.to(device, non_blocking=True)
 
 
 @cache
@@ -54,106 +62,181 @@ def read_image(path):
         data = np.fromfile(path, np.uint8)
         if data[:3].tobytes() == b"\xff\xd8\xff":     # JPEG: Pillow is slower, with equal pixels
             from torchvision.io import decode_image
-            return decode_image(torch.from_numpy(data), "RGB", apply_exif_orientation=True)
+            data = torch.from_numpy(data)
+            return decode_image(data, "RGB", apply_exif_orientation=True)
         image = ImageOps.exif_transpose(Image.open(path))
         if image.mode[0] in "IF":               # Pillow would clip these values to 255, white
             raise ValueError("more than 8 bits per channel")
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).contiguous()
+        pixels = np.array(image.convert("RGB"))
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     except Exception as error:                  # Pillow and torchvision raise many types
-        raise InputError(f"cannot read {path}: {error or type(error).__name__}") from None
+        reason = error or type(error).__name__
+        raise InputError(f"cannot read {path}: {reason}") from None
 
 
-def composed(name):
+def composed_name(name):
     """Return a name in Unicode's composed form with /, so that it is the same on every system."""
     return normalize("NFC", str(name).replace(os.sep, "/"))
 
 
 def entries(folder):
     """List what a folder contains as os.DirEntry, sorted by name, without hidden names."""
-    if not os.path.isdir(folder or ""):
-        raise InputError(f"there is no folder {folder or ''!r}; --data_dir selects the images")
-    with os.scandir(folder) as found:
-        return sorted((entry for entry in found if not entry.name.startswith(".")),
-                      key=lambda entry: composed(entry.name))
+    folder = folder or ""
+    if not os.path.isdir(folder):
+        raise InputError(f"there is no folder {folder!r}; --data_dir selects it")
+    with os.scandir(folder) as scanned:
+        visible = [entry for entry in scanned if not entry.name.startswith(".")]
+
+    def sort_key(entry):
+        return composed_name(entry.name)
+
+    return sorted(visible, key=sort_key)
+
+
+def file_entries(folder, endings=IMAGE_EXTENSIONS):
+    """List the files directly inside a folder as os.DirEntry, broken links too."""
+    named = [entry for entry in entries(folder) if entry.name.lower().endswith(endings)]
+    return [entry for entry in named if entry.is_file() or entry.is_symlink()]
 
 
 def list_files(folder, endings=IMAGE_EXTENSIONS):
     """List the paths of the files directly inside a folder."""
-    return [entry.path for entry in entries(folder)
-            if entry.name.lower().endswith(endings) and entry.is_file()]
+    return [entry.path for entry in file_entries(folder, endings)]
+
+
+def class_entries(folder):
+    """List the images of a class, the files directly inside its folder, as os.DirEntry."""
+    images = file_entries(folder)
+    if not images:                                      # else the class would vanish
+        expected = ", ".join(IMAGE_EXTENSIONS)
+        raise InputError(f"{folder} contains no image, expected {expected}; convert its "
+                         f"files, or move the folder elsewhere")
+    return images
 
 
 def subfolders(root):
     """Return {name: path} of the folders and linked folders in a folder."""
-    folders = [entry.path for entry in entries(root) if entry.is_dir()]
-    found = {composed(os.path.basename(path)): path for path in folders}
-    if len(found) < len(folders):                       # one class would replace the other
-        raise InputError(f"{root} contains two folders of one name in different Unicode forms")
-    return found
+    paths = [entry.path for entry in entries(root) if entry.is_dir()]
+    folders = {composed_name(os.path.basename(path)): path for path in paths}
+    if len(folders) < len(paths):                       # one class would replace the other
+        raise InputError(f"{root} contains two folders with one name in different forms of "
+                         f"Unicode; rename one of them")
+    return folders
 
 
 def list_images(root):
-    """List root/<class>/<image>: {class: paths}. Folders without images are no classes."""
-    files = {name: list_files(path) for name, path in subfolders(root).items()}
-    return {name: found for name, found in files.items() if found}
+    """List root/<class>/<image>: {class: paths}. InputError if a folder contains no image."""
+    images = {}
+    for name, folder in subfolders(root).items():
+        images[name] = [entry.path for entry in class_entries(folder)]
+    return images
 
 
-def walk_images(folder):
-    """List the images in a folder and in its subfolders, except links to a folder around them."""
-    here = os.path.join(os.path.realpath(folder), "")
-    inner = [path for inside in subfolders(folder).values()
-             if not here.startswith(os.path.join(os.path.realpath(inside), ""))
-             for path in walk_images(inside)]
+def walk_images(folder, visited=None):
+    """List the images in a folder and in its subfolders. Links lead to each folder once.
+
+    visited: the real paths of folders that are already listed; this call adds to them.
+    """
+    visited = set() if visited is None else visited
+    visited.add(os.path.realpath(folder))
+    inner = []
+    for inside in subfolders(folder).values():
+        if os.path.realpath(inside) not in visited:
+            inner += walk_images(inside, visited)
     return list_files(folder) + inner
 
 
 def part_folders(root):
     """Return {"train", "val" or "test": path} of the folders with these names, else {"": root}."""
-    found = [(PARTS[name.lower()], path) for name, path in subfolders(root).items()
-             if name.lower() in PARTS]
-    if len(dict(found)) < len(found):
-        raise InputError(f"{root} contains two folders for one part: {[path for _, path in found]}")
-    return dict(found) or {"": root}
+    folders = {}
+    for name, path in subfolders(root).items():
+        part = PARTS.get(name.lower())
+        if part in folders:
+            raise InputError(f"{root} contains two folders for one part: {folders[part]}, "
+                             f"{path}")
+        if part:
+            folders[part] = path
+    return folders or {"": root}
 
 
 # --- held-out images ------------------------------------------------------------------------------
 
-def marks(path, image):
+def hash_pixels(image):
+    """Hash the pixels of an image, a tensor: 16 hex digits."""
+    data = image.contiguous().flatten().numpy()
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def image_hashes(path, image):
     """Return two hashes of an image (3, H, W), by which an evaluation recognises training images.
 
     The pixels find a file that was renamed, moved or copied; the path, a file that was edited.
     """
-    place = composed(os.path.realpath(path)).encode()
-    return {hashlib.sha256(data).hexdigest()[:16] for data in (image.numpy().tobytes(), place)}
+    place = composed_name(os.path.realpath(path)).encode()
+    return {hash_pixels(image), hashlib.sha256(place).hexdigest()[:16]}
 
 
-def choose_part(found, part, name):
+def file_pixels(path):
+    """Hash the pixels of an image file. None: the file cannot be read."""
+    try:
+        status = os.stat(path)
+    except OSError:                                     # a broken link
+        return None
+    return _file_pixels(path, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _file_pixels(path, size, time):
+    """Decode a file once. size, time: of the file, so that a changed file is decoded again."""
+    try:
+        return hash_pixels(read_image(path))
+    except InputError:
+        return None
+
+
+def choose_part(groups, part, name, content):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
-    found: {folder: {class: [file]}}, with the folders of `part_folders`. The folders test/ and val/
-    are these parts; val/ without test/ is test. Otherwise a hash of name(file) orders the files of
-    a class: the first tenth becomes test and the last tenth val, at least one file each. So a new
-    file moves at most one other file into or out of each part. "all": the folder of test, if there
-    is one, else all files.
+    groups: {folder: {class: [file]}}, with the folders of `part_folders`. The folders test/ and
+    val/ are these parts; val/ without test/ is test. Otherwise a hash of name(file) orders the
+    files of a class: the first tenth becomes test and the last tenth val, at least one file each.
+    So a new file moves at most one other file into or out of each part. Files with an equal
+    content(file) count once, and go into one part. "all": the folder of test, if there is one,
+    else all files.
     """
-    test, val = (sum(found[one].values(), []) if one in found else None for one in ("test", "val"))
+    listed = {folder: sum(classes.values(), []) for folder, classes in groups.items()}
+    test = listed.get("test")
+    val = listed.get("val")
     if test is None:
         test, val = val, None
-    divided = found.get("train", found.get("", {}))
+    divided = groups.get("train", groups.get("", {}))
     if part == "all":
         return test or sum(divided.values(), [])
+
+    def name_hash(file):
+        text = composed_name(name(file))
+        return zlib.crc32(text.encode())
+
     parts = dict(train=[], val=val or [], test=test or [])
+    part_of = {}                                        # {content: part}
     for group, files in divided.items():
-        order = sorted(files, key=lambda file: zlib.crc32(composed(name(file)).encode()))
-        tenth = max(round(len(order) / 10), 1)
-        n_test, n_val = tenth * (test is None), tenth * (val is None)
-        if len(order) <= n_test + n_val:
-            raise InputError(f"{group or 'the folder'} has {len(order)} images, expected at least "
-                             f"{n_test + n_val + 1}: to train on, to choose best.pt, to test")
-        last = len(order) - n_val
-        parts["test"] += order[:n_test]
-        parts["train"] += order[n_test:last]
-        parts["val"] += order[last:]
+        order = sorted(files, key=name_hash)
+        contents = dict.fromkeys(content(file) for file in order)       # each one once
+        new = [one for one in contents if one not in part_of]
+        tenth = max(round(len(new) / 10), 1)
+        n_test = tenth * (test is None)
+        n_val = tenth * (val is None)
+        if len(new) <= n_test + n_val:
+            least = n_test + n_val + 1
+            raise InputError(f"{group or 'the folder'} has {len(new)} images, expected at "
+                             f"least {least} without copies: to train on, to choose best.pt, "
+                             f"to test")
+        last = len(new) - n_val
+        part_of.update(dict.fromkeys(new[:n_test], "test"))
+        part_of.update(dict.fromkeys(new[n_test:last], "train"))
+        part_of.update(dict.fromkeys(new[last:], "val"))
+        for file in order:
+            parts[part_of[content(file)]].append(file)
     return parts[part]
 
 
@@ -165,12 +248,21 @@ def fingerprint(dataset):
     digest = hashlib.sha256()
     for name in ("images", "labels"):
         if hasattr(dataset, name):
-            digest.update(getattr(dataset, name).cpu().numpy().tobytes())
-    digest.update(json.dumps(list(dataset.classes)).encode())
-    files = np.ravel(getattr(dataset, "files", []))
+            array = getattr(dataset, name).cpu().numpy()
+            digest.update(np.ascontiguousarray(array).reshape(-1))
+    names = json.dumps(list(dataset.classes))
+    digest.update(names.encode())
+
+    files = getattr(dataset, "files", [])
+    if len(files) and not isinstance(files[0], (str, os.PathLike)):     # pairs, of masks
+        files = list(chain.from_iterable(files))
+    sizes = getattr(dataset, "sizes", None)             # of ImageTree, from its listing
+    if sizes is None:
+        sizes = [os.path.getsize(path) for path in files]
     step = len(files) // 100 if len(files) > 2000 else 1
-    for i, path in enumerate(files):
-        digest.update(f"{composed(os.path.basename(path))} {os.path.getsize(path)}".encode())
+    for i, (path, size) in enumerate(zip(files, sizes)):
+        text = f"{composed_name(os.path.basename(path))} {size}"
+        digest.update(text.encode())
         if i % step == 0:
             with open(path, "rb") as file:
                 digest.update(file.read())
@@ -188,7 +280,8 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     height, width = image.shape[1:]
     most = 2 * min(height, width)               # a resized 30000 x 1 image would need gigabytes
     image = F.center_crop(image, [min(height, most), min(width, most)])
-    image = F.resize(image, [int(size / share)], F.InterpolationMode(resample), antialias=True)
+    mode = F.InterpolationMode(resample)
+    image = F.resize(image, [int(size / share)], mode, antialias=True)
     return F.center_crop(image, [size, size])
 
 
@@ -199,15 +292,19 @@ def random_crop_box(width, height, draw):
     ratio is log-uniform from 3:4 to 4:3. The first of ten tries that fits in the image is taken,
     else the largest central box with a ratio from 3:4 to 4:3.
     """
-    low, high = 3 / 4, 4 / 3
-    for a, b in zip(draw[:10], draw[10:20]):
-        target = width * height * (0.08 + (1.0 - 0.08) * a)
-        aspect = low * (high / low) ** b
-        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+    narrow = 3 / 4                              # the smallest and the largest width / height
+    wide = 4 / 3
+    for share, stretch in zip(draw[:10], draw[10:20]):
+        area = width * height * (0.08 + (1.0 - 0.08) * share)
+        aspect = narrow * (wide / narrow) ** stretch
+        w = round(math.sqrt(area * aspect))
+        h = round(math.sqrt(area / aspect))
         if 0 < w <= width and 0 < h <= height:
-            left, top = draw[20] * (width - w + 1), draw[21] * (height - h + 1)
-            return int(left), int(top), w, h
-    w, h = min(width, round(height * high)), min(height, round(width / low))
+            left = int(draw[20] * (width - w + 1))
+            top = int(draw[21] * (height - h + 1))
+            return left, top, w, h
+    w = min(width, round(height * wide))
+    h = min(height, round(width / narrow))
     return (width - w) // 2, (height - h) // 2, w, h
 
 
@@ -222,27 +319,51 @@ class ImageTree(Dataset):
     unlike in torchvision's ImageFolder and timm. classes: names in label order (default: the
     folders). Every folder must be a class, and every class a folder unless subset=True.
     """
-    hashes, resample = [], "bicubic"
+    hashes = []
+    resample = "bicubic"
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0, crop=0.875,
                  subset=False):
         self.size, self.train, self.seed, self.crop = size, train, seed, crop
         folder = os.path.join(str(root), split) if root else ""
-        files = list_images(folder)
-        self.classes = list(files) if classes is None else list(classes)
-        unknown = sorted(files.keys() - set(self.classes))
-        missing = [] if subset else sorted(set(self.classes) - files.keys())
-        if unknown or missing or not files:
-            raise InputError(f"{folder} has {len(files)} folders with images, expected one per "
-                             f"class; they differ: {', '.join(sorted(unknown + missing)[:5])}")
+        folders = subfolders(folder)
+        self.classes = list(folders) if classes is None else list(classes)
+        unknown = folders.keys() - set(self.classes)
+        missing = set() if subset else set(self.classes) - folders.keys()
+        if unknown or missing or not folders:
+            differ = ", ".join(sorted(unknown | missing)[:5])
+            raise InputError(f"{folder} has {len(folders)} folders, expected one per class "
+                             f"with its images; they differ: {differ}")
 
-        # Use arrays: forked workers would copy a list, because they change reference counts.
-        found = [(k, path) for k, name in enumerate(self.classes) for path in files.get(name, ())]
-        self.labels = torch.tensor([k for k, _ in found])
-        self.files = np.array([path for _, path in found])
+        # A folder once per class, and names as an array of bytes, need little memory. Forked
+        # workers would copy a list, because they change reference counts.
+        self.folders = [folders.get(name) for name in self.classes]
+        labels = []
+        names = []
+        sizes = []
+        for k, folder in enumerate(self.folders):
+            images = class_entries(folder) if folder else []
+            labels += [k] * len(images)
+            encoded = [os.fsencode(image.name) for image in images]
+            names.append(np.array(encoded, dtype=bytes))
+            sizes += [image.stat().st_size for image in images]
+        self.labels = torch.tensor(labels)
+        self.names = np.concatenate(names)
+        self.sizes = np.array(sizes)
+
+    @property
+    def files(self):
+        """The paths of all images, a list that is made anew."""
+        pairs = zip(self.labels.tolist(), self.names.tolist())
+        return [os.path.join(self.folders[k], os.fsdecode(name)) for k, name in pairs]
+
+    def path(self, index):
+        """Return the path of one image."""
+        folder = self.folders[self.labels[index]]
+        return os.path.join(folder, os.fsdecode(self.names[index]))
 
     def __len__(self):
-        return len(self.files)
+        return len(self.names)
 
     def __getitem__(self, key):
         return self.__getitems__([key])[0]
@@ -250,15 +371,16 @@ class ImageTree(Dataset):
     def __getitems__(self, keys):
         """Load a batch, and draw its random numbers in one call. DataLoader calls this."""
         from torchvision.transforms.v2 import functional as F
+        mode = F.InterpolationMode(self.resample)
+        square = [self.size, self.size]
         positions = torch.tensor([position for position, _ in keys])
         draws = uniform(positions, 22, self.seed, RANDOM_CROP).tolist()
         samples = []
         for (position, index), draw in zip(keys, draws):
-            image = read_image(self.files[index])
+            image = read_image(self.path(index))
             if self.train:
                 left, top, w, h = random_crop_box(image.shape[2], image.shape[1], draw)
-                image = F.resized_crop(image, top, left, h, w, [self.size, self.size],
-                                       F.InterpolationMode(self.resample), antialias=True)
+                image = F.resized_crop(image, top, left, h, w, square, mode, antialias=True)
             else:
                 image = central_square(image, self.size, self.crop, self.resample)
             samples.append((image, int(self.labels[index]), position))
@@ -272,6 +394,10 @@ def image_batches(dataset, pairs, num_workers=4, device="cpu"):
     images in this process. device: the device that trains; for CUDA, the memory is pinned.
     """
     keys = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
-    return DataLoader(dataset, batch_sampler=keys, num_workers=num_workers,
-                      prefetch_factor=4 if num_workers else None,
-                      pin_memory=torch.device(device).type == "cuda")
+    workers = dict(num_workers=num_workers)
+    if num_workers:
+        workers["prefetch_factor"] = 4
+        if sys.platform == "linux":             # a fork shares the file names and the imports
+            workers["multiprocessing_context"] = "fork"
+    pin_memory = torch.device(device).type == "cuda"
+    return DataLoader(dataset, batch_sampler=keys, pin_memory=pin_memory, **workers)

@@ -19,8 +19,8 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar
-from data.images import (IMAGE_EXTENSIONS, choose_part, composed, list_files, marks, part_folders,
-                         read_image, send)
+from data.images import (IMAGE_EXTENSIONS, choose_part, composed_name, file_pixels, image_hashes,
+                         list_files, part_folders, read_image, send)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -64,7 +64,7 @@ class SegTree(Dataset):
     """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
 
     files: [(image path, annotation path)]. first: the value of class 0; with 1, the value 0 is
-    ignored. last: the label of the value 255. hashes: `marks` of your own images.
+    ignored. last: the label of the value 255. hashes: `image_hashes` of your own images.
     """
 
     def __init__(self, files, classes, first=0, last=IGNORE, hashes=()):
@@ -108,7 +108,7 @@ def pairs(root, split=""):
     found = []
     for kind, endings in (("images", IMAGE_EXTENSIONS), ("annotations", (".png",))):
         paths = list_files(os.path.join(root, kind, split), endings)
-        found.append({composed(Path(path).stem): path for path in paths})
+        found.append({composed_name(Path(path).stem): path for path in paths})
         if len(found[-1]) < len(paths):
             raise InputError(f"{root}: two files in {kind}/{split} have one name")
     images, annotations = found
@@ -123,7 +123,7 @@ def listed_classes(root):
     """Read class names from classes.txt, one per line; without this file, return []."""
     path = Path(root, "classes.txt")
     lines = path.read_text("utf-8-sig").splitlines() if path.exists() else []
-    names = [composed(line.strip()) for line in lines if line.strip()]
+    names = [composed_name(line.strip()) for line in lines if line.strip()]
     if len({*names}) < len(names):
         raise InputError(f"{path} lists a name twice, expected different names: {names[:9]}")
     return names
@@ -147,7 +147,7 @@ def own_folder(root, parts, classes=None, seen=()):
 
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
     classes: in an evaluation, the network's classes; the folder may lack some of them. seen:
-    `marks` of images that are left out, because the network was trained on them.
+    `image_hashes` of images that are left out, because the network was trained on them.
     """
     folders = part_folders(os.path.join(root, "images"))
     found = {part: {"": pairs(root, os.path.basename(path) if part else "")}
@@ -172,8 +172,9 @@ def own_folder(root, parts, classes=None, seen=()):
 
     trees = []
     for part in parts:
-        files = choose_part(found, part, lambda pair: Path(pair[0]).stem)
-        marked = {pair: marks(pair[0], read_image(pair[0])) for pair in files}
+        files = choose_part(found, part, lambda pair: Path(pair[0]).stem,
+                            lambda pair: file_pixels(pair[0]) or pair)
+        marked = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
         files = [pair for pair in files if not marked[pair] & seen]
         if not files:
             raise InputError(f"--data_dir {root}: the network was trained on all images")

@@ -1,5 +1,7 @@
 """Test scenes, CIFAR-10, ImageNet's layout and broken files; compare crops with PIL."""
 
+import os
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -7,10 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
+import common
 from common import InputError
 from data import images as data
-from data.datasets import load_data, load_part
-from data.images import ImageTree, central_square, fingerprint, image_batches, read_image
+from data.datasets import DATASETS, DataSet, load_data, load_part
+from data.images import (ImageTree, Split, central_square, fingerprint, image_batches,
+                         read_image)
 from data.rng import RANDOM_CROP, uniform
 from data.shapes import load_shapes, render_scenes
 
@@ -76,6 +80,100 @@ def test_holdout_holds_scenes_out():
     args = Namespace(data="shapes", data_dir=None, num_images=40, image_size=16)
     for args.holdout, counts in ((0, [40, 8]), (39, [1, 39]), (5, [35, 5])):
         assert [len(split.labels) for split in load_data(args, "cpu")] == counts
+
+
+def test_holdout_has_no_copies_of_training_images(monkeypatch):
+    """Twenty different images, each four times, with 0 to 255 in memory."""
+    different = load_shapes("train", 20, 16)
+
+    def copies(part, args):
+        index = torch.arange(80) % 20
+        return Split(different.images[index], different.labels[index], different.classes)
+
+    monkeypatch.setitem(DATASETS, "copies", DataSet(copies, {}))
+    args = Namespace(data="copies", data_dir=None, holdout=60)
+    train, val = load_data(args, "cpu")
+    hashes = [{image.numpy().tobytes() for image in part.images} for part in (train, val)]
+    assert len(train.labels) == 20 and 0 < len(val.labels) < 60
+    assert not hashes[0] & hashes[1]
+    args.holdout = 1
+    with pytest.raises(InputError, match="--holdout 1: all held-out images are copies"):
+        load_data(args, "cpu")
+
+
+def test_own_data_sets_are_uint8(monkeypatch):
+    """Floats in [0, 1] would be divided by 255."""
+    class Floats(torch.utils.data.Dataset):
+        labels, classes, hashes, files = torch.arange(2), ["a", "b"], [], []
+
+        def __getitem__(self, key):
+            return torch.rand(3, 8, 8), 0, key[0]
+
+    def split(part, args):
+        return Split(torch.rand(2, 3, 8, 8), torch.arange(2), ["a", "b"])
+
+    def dataset(part, args):
+        return Floats()
+
+    for load in (split, dataset):
+        monkeypatch.setitem(DATASETS, "floats", DataSet(load, {}))
+        with pytest.raises(InputError, match="--data floats loads images of torch.float32; expec"):
+            load_part("train", dict(data="floats"), "cpu")
+
+
+def test_a_tree_stores_class_and_name_apart(tree_dir):
+    """An array of whole paths would need many times as much memory."""
+    deep = tree_dir / ("folder" * 20)
+    deep.mkdir()
+    (tree_dir / "val").rename(deep / "val")
+    tree = ImageTree(deep, "val", size=24)
+    assert tree.names.nbytes <= len("n01_0.JPEG") * len(tree)
+    assert tree.files == sorted(map(str, (deep / "val").rglob("*.JPEG")))
+    assert tree.path(3) == tree.files[3]
+    assert tree.sizes.tolist() == [os.path.getsize(path) for path in tree.files]
+
+
+def test_a_fingerprint_uses_the_sizes_of_the_listing(tree_dir, monkeypatch):
+    tree = ImageTree(tree_dir, "train")
+    before = fingerprint(tree)
+    monkeypatch.delattr(os.path, "getsize")
+    assert fingerprint(tree) == before
+    tree.sizes[3] += 1
+    assert fingerprint(tree) != before
+
+
+def test_workers_are_forked_on_linux(tree_dir, monkeypatch):
+    tree = ImageTree(tree_dir, "val")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert image_batches(tree, [], 2).multiprocessing_context.get_start_method() == "fork"
+    assert image_batches(tree, [], 0).multiprocessing_context is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert image_batches(tree, [], 2).multiprocessing_context is None
+
+
+def test_copies_to_a_gpu_are_sent_from_pinned_memory(monkeypatch):
+    """From other memory the CPU waits for copies above 64 kB. Tensors on the GPU are not pinned."""
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *device, **how: calls.append(device) or x)
+    assert data.send([1, 2], "cpu").tolist() == [1, 2] and calls == [("cpu",)]
+    calls.clear()
+    assert data.send(torch.tensor([1, 2]), "cuda").tolist() == [1, 2]
+    assert calls == ["pinned", ("cuda",)]
+    calls.clear()
+    data.send(torch.empty(2, device="meta"), "cuda")
+    assert calls == [("cuda",)]
+
+
+def test_workers_are_the_allowed_cores(monkeypatch):
+    """Containers and SLURM allow fewer cores than the machine has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
+    assert common.default_workers() == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert common.default_workers() == 10
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert common.default_workers() == 6
 
 
 def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):

@@ -18,7 +18,8 @@ import train_cls
 import train_seg
 from common import InputError
 from data.datasets import DATASETS, find_photos, load_data, load_part
-from data.images import choose_part, composed, fingerprint, list_images, walk_images
+from data.images import (choose_part, composed_name, fingerprint, image_hashes, list_images,
+                         read_image, walk_images)
 from data.masks import load_segmentation, own_folder
 from runs import call, make_pairs, refused
 
@@ -61,16 +62,16 @@ def parts_of(root):
 def test_one_tenth_validates_another_tenth_is_reported():
     for n, n_held in ((3, 1), (14, 1), (40, 4)):
         files = [f"a/{i}.jpg" for i in range(n)]
-        train, val, test = (choose_part({"": {"a": files}}, part, str)
+        train, val, test = (choose_part({"": {"a": files}}, part, str, str)
                             for part in ("train", "val", "test"))
         order = sorted(files, key=lambda name: zlib.crc32(name.encode()))
         assert test == order[:n_held] and val == order[n - n_held:]
         assert train == order[n_held:n - n_held]
     for n in (1, 2):
         with pytest.raises(InputError, match=f"a has {n} images, expected at least 3"):
-            choose_part({"": {"a": files[:n]}}, "train", str)
-    assert composed("a/M\u00fcller.jpg") == composed("a/Mu\u0308ller.jpg")
-    assert composed(os.path.join("a", "b")) == "a/b"
+            choose_part({"": {"a": files[:n]}}, "train", str, str)
+    assert composed_name("a/M\u00fcller.jpg") == composed_name("a/Mu\u0308ller.jpg")
+    assert composed_name(os.path.join("a", "b")) == "a/b"
 
 
 def test_folders_train_val_test_are_parts():
@@ -121,6 +122,66 @@ def test_training_images_are_never_held_out(capsys):
     assert fingerprint(stored("photos", "all")) != fingerprint(held)
 
 
+def pixels(root, part):
+    return [read_image(path).numpy().tobytes() for path, _ in find_photos(root, part)[1]]
+
+
+def copy_photo(old, new, **options):
+    """Save an image again: other bytes, equal pixels."""
+    Image.open(old).save(new, **options)
+
+
+def test_equal_pixels_are_in_one_part():
+    """Copies with another name, another compression or another class."""
+    make("photos", 30)
+    before = parts_of("photos")
+    for path in sorted(Path("photos/cat").iterdir()):
+        shutil.copy(path, path.with_stem(f"{path.stem} - Copy"))
+    for path in sorted(Path("photos/dog").iterdir()):
+        copy_photo(path, path.with_stem(f"again_{path.stem}"), compress_level=0)
+    for path in sorted(Path("photos/owl").iterdir())[:20]:
+        shutil.copy(path, Path("photos/cat", f"owl_{path.name}"))
+    found = {part: pixels("photos", part) for part in ("train", "val", "test")}
+    assert sum(map(len, found.values())) == 30 * 5 + 20
+    for a, b in (("train", "val"), ("train", "test"), ("val", "test")):
+        assert not {*found[a]} & {*found[b]}
+    assert len({*found["val"]}) >= 3 and len({*found["test"]}) >= 3     # still a tenth each
+    for path in [*Path("photos").rglob("*Copy*"), *Path("photos").rglob("*again*"),
+                 *Path("photos").rglob("owl_*")]:
+        path.unlink()
+    assert parts_of("photos") == before                 # without copies: names decide
+
+
+def test_seen_photos_do_not_validate():
+    """Copies of training photos in val/, and photos that the initial weights have seen."""
+    for part, count in (("train", 8), ("val", 6), ("test", 2)):
+        make(f"photos/{part}", count)
+    args = Namespace(data="folder", data_dir="photos", holdout=0, image_size=32)
+    assert len(load_data(args, "cpu")[1].labels) == 18
+    for name in CLASSES:
+        copy_photo(f"photos/train/{name}/0.png", f"photos/val/{name}/0.png")
+    train, val = load_data(args, "cpu")
+    assert len(train.labels) == 24 and len(val.labels) == 15
+    assert not {*train.hashes} & {*val.hashes}
+    earlier = [mark for path, label in find_photos("photos", "val")[1] if label == 2
+               for mark in image_hashes(path, read_image(path))]
+    val = load_data(args, "cpu", seen=earlier)[1]
+    assert val.labels.bincount().tolist() == [5, 5]
+    for name in CLASSES:
+        shutil.rmtree(f"photos/val/{name}")
+        shutil.copytree(f"photos/train/{name}", f"photos/val/{name}")
+    with pytest.raises(InputError, match="no image is left for 'val'; the network was trained"):
+        load_data(args, "cpu")
+
+
+def test_unseen_is_printed_where_it_is_known(capsys):
+    make("photos", 3)
+    evaluated("photos", data="folder")
+    assert "which images the training used is not known" in capsys.readouterr().out
+    evaluated("photos", seen=["0" * 16], data="folder")
+    assert "9 of 9 images are evaluated, without images of the t" in capsys.readouterr().out
+
+
 def test_crop_belongs_to_the_network():
     """A network that was trained on ImageNet's crops gets them in its evaluation, too."""
     make("photos", 3, side=64)
@@ -136,7 +197,8 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     Path("photos/owl/9.png").write_bytes(b"nothing")
     main("--data_dir photos --max_steps 3 --image_size 32 --batch_size 8 --epochs 1")
     out, run = capsys.readouterr().out, common.load("out/folder_symmetric/best.pt")
-    assert "skipping: cannot read photos/owl/9.png" in out and "3 classes: cat, dog, owl" in out
+    assert out.count("cannot read") == 1 and "3 classes: cat, dog, owl" in out
+    assert "1 of 30 files are left out; the first: cannot read photos/owl/9.png" in out
     assert run["classes"] == CLASSES and "eval_robust.py uses: a tenth of each class" in out
     test = evaluated("photos", run["seen"], **run["args"])
     assert not {*test.hashes} & {*run["seen"]} and len(test.hashes) + len(run["seen"]) == 58
@@ -153,18 +215,96 @@ def test_resumed_run_needs_the_same_images():
 
 def test_one_lister_finds_the_classes():
     make("photos", 3)
-    make("photos/horse", 3, classes=["indoor"])             # one level deeper
-    Path("photos/fish").mkdir()                             # empty
     make("photos", 1, classes=[".ipynb_checkpoints"])       # hidden
     Path("photos/cat/._0.png").write_bytes(b"")
     make("elsewhere", 2, classes=["yak"])
     os.symlink(os.path.abspath("elsewhere/yak"), "photos/yak")      # a linked class folder
     os.symlink(os.path.abspath("photos"), "photos/cat/loop")
-    assert len(walk_images("photos")) == 14
+    assert len(walk_images("photos")) == 11
     found = list_images("photos")
     assert {name: len(paths) for name, paths in found.items()} == dict(cat=3, dog=3, owl=3, yak=2)
     with pytest.raises(InputError, match="there is no folder"):
         list_images("")                                     # not the current folder
+
+
+def test_a_walk_visits_each_real_folder_once():
+    """Two links to one folder, links to each other's folders, and a link to a folder above."""
+    make("photos", 2)
+    os.symlink(os.path.abspath("photos/cat"), "photos/again")
+    os.symlink(os.path.abspath("photos/dog"), "photos/cat/dog")
+    os.symlink(os.path.abspath("photos/cat"), "photos/dog/cat")
+    os.symlink(os.path.abspath("."), "photos/owl/up")
+    walked = [os.path.realpath(path) for path in walk_images("photos")]
+    assert len(walked) == len({*walked}) == 6
+
+
+def test_classes_do_not_vanish():
+    """A folder whose images cannot be read, or that contains none, is named in an error."""
+    def empty(path):
+        path.mkdir()
+
+    def tif(path):
+        path.mkdir()
+        Image.new("RGB", (9, 9)).save(path / "0.tif")
+
+    def nested(path):
+        make(path, 3, classes=["indoor"])
+
+    def broken_links(path):
+        path.mkdir()
+        for i in range(4):
+            os.symlink("nowhere", path / f"{i}.png")
+
+    def empty_files(path):
+        path.mkdir()
+        for i in range(4):
+            Path(path, f"{i}.jpg").touch()
+
+    for i, fill in enumerate((empty, tif, nested, broken_links, empty_files)):
+        for root in (f"flat{i}", f"parts{i}/train", f"parts{i}/val"):
+            make(root, 4)
+        fill(Path(f"flat{i}", "fish"))
+        fill(Path(f"parts{i}", "val", "cat2"))
+        for part in ("train", "all"):
+            with pytest.raises(InputError, match=f"flat{i}/fish"):
+                stored(f"flat{i}", part)
+            with pytest.raises(InputError, match="val/cat2|no training images of cat2"):
+                stored(f"parts{i}", part)
+
+
+def test_a_class_keeps_a_training_image():
+    """The test and the validation photo of a class are readable, its training photos are not."""
+    make("photos", 6)
+    paths = [Path(path) for path, label in find_photos("photos", "train")[1] if label == 1]
+    for path in paths:
+        path.write_bytes(b"nothing")
+    with pytest.raises(InputError, match="no training image of dog can be read"):
+        stored("photos", "train")
+
+
+def test_unreadable_files_are_counted_once(capsys):
+    make("photos", 10)
+    for name in ("cat", "owl"):
+        for i in range(10, 25):
+            os.symlink("nowhere", f"photos/{name}/{i}.png")
+    args = Namespace(data="folder", data_dir="photos", holdout=0, image_size=32)
+    load_data(args, "cpu")
+    out = capsys.readouterr().out
+    assert out.count("cannot read") == 1
+    assert "30 of 60 files are left out; the first: cannot read photos/cat/10.png" in out
+    stored("photos", "all")
+    assert "30 of 60 files are left out" in capsys.readouterr().out
+
+
+def test_a_folder_without_classes_is_no_part(capsys):
+    """Test images without labels, directly in test/, are not the test part."""
+    make("photos/train", 10)
+    Path("photos/test").mkdir()
+    Image.new("RGB", (40, 40)).save("photos/test/0.png")
+    args = Namespace(data="folder", data_dir="photos", holdout=0, image_size=32)
+    train, val = load_data(args, "cpu")
+    assert (len(train.labels), len(val.labels)) == (24, 3)
+    assert "eval_robust.py uses: a tenth of each class" in capsys.readouterr().out
 
 
 def test_phone_photos_and_their_masks_are_upright():

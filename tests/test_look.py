@@ -13,7 +13,7 @@ import look
 from fixtures import ROOT
 from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_part
-from data.images import marks, read_image
+from data.images import image_hashes, read_image
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
 from vit import ViT, ViTConfig
@@ -149,7 +149,7 @@ def test_a_folder_becomes_a_table_of_probabilities(run, classifier, tmp_path):
 
     # a network that was trained on one of the images
     image = folder / "a" / "0.PNG"
-    common.save(path, common.load(path) | dict(seen=[*marks(image, read_image(image))]))
+    common.save(path, common.load(path) | dict(seen=[*image_hashes(image, read_image(image))]))
     run("--ckpt", path, "--image", folder, "--out", tmp_path / "look.csv")
     header, *rows = csv.reader(open(tmp_path / "look.csv", newline=""))
     assert header[3] == "used in training" and [row[3] for row in rows] == ["yes", "no"]
