@@ -91,24 +91,25 @@ def rand_augment(images, u):
     """
     images = images.clone()
     for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
-        x = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
-        x = x.float()
+        strength = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
+        strength = strength.float()
         sign = torch.where(sign < 0.5, 1.0, -1.0).float()
         which = torch.where(apply < 0.5, (which * len(OPS)).long(), -1)
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
             index = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
             if len(index):                              # `which` is on the CPU: no wait for a GPU
-                chosen = [send(t[index], images.device) for t in (which, x, sign)]
+                chosen = [send(t[index], images.device) for t in (which, strength, sign)]
                 index = send(index, images.device)
                 images[index] = change(images[index], *chosen)
             which = which - len(names)
     return images
 
 
-def change_tone(images, which, x, sign):
-    """Apply the operations TONE[which] at the levels 10 x: one table per image and channel.
+def change_tone(images, which, strength, sign):
+    """Apply the operations TONE[which] at the levels 10 * strength: a table per image and channel.
 
-    images: (b, 3, H, W) uint8. which, x, sign: (b,) on the same device, also in `blend` and `warp`.
+    images: (b, 3, H, W) uint8. which, strength, sign: (b,) on the same device. `blend` and `warp`
+    have the same arguments.
     """
     b = len(images)
     pixels = images[0, 0].numel()
@@ -117,36 +118,36 @@ def change_tone(images, which, x, sign):
     counts = torch.zeros(3 * b, 256, device=device)                 # whole numbers
     counts.scatter_add_(1, index, counts.new_ones(1).expand_as(index))
     counts = counts.view(b, 3, 256)                                 # pixels of each grey level
-    v = torch.arange(256.0, device=device)                          # the grey levels
-    x = x.view(b, 1, 1)
+    value = torch.arange(256.0, device=device)                      # the grey levels
+    strength = strength.view(b, 1, 1)
     sign = sign.view(b, 1, 1)
 
     # Each table has a new value for each grey level, (b, 3, 256) or a shape that expands to it.
-    low = torch.where(counts > 0, v, 255.0).amin(2, keepdim=True)
-    high = torch.where(counts > 0, v, 0.0).amax(2, keepdim=True)
-    stretched = (v - low) * (255 / (high - low).clamp(min=1))
+    low = torch.where(counts > 0, value, 255.0).amin(2, keepdim=True)
+    high = torch.where(counts > 0, value, 0.0).amax(2, keepdim=True)
+    stretched = (value - low) * (255 / (high - low).clamp(min=1))
     step = ((pixels - counts.gather(2, high.long())) / 255).floor()
     below = (step / 2).floor() + counts.cumsum(2) - counts
     equal = (below / step.clamp(min=1)).floor()
-    channel_mean = (counts * v).sum(2) / pixels                             # (b, 3)
+    channel_mean = (counts * value).sum(2) / pixels                         # (b, 3)
     mean = (channel_mean * constant(LUMA, device)).sum(1)                   # of the grey image
     mean = mean.add(0.5).floor().view(b, 1, 1)
-    factor = (1 + sign * 0.9 * x).clamp(min=0.1)        # of PIL's ImageEnhance, 0.1 to 1.9
-    lost = 2 ** (4 + (4 * x).floor())                   # grey levels that become one
-    tables = [torch.where(high > low, stretched, v),                        # in the order of TONE
-              torch.where(step > 0, equal, v),
-              255 - v,
-              (v / lost).floor() * lost,
-              torch.where(v < 256 - (256 * x).floor(), v, 255 - v),
-              torch.where(v < 128, v + (110 * x).floor(), v),
-              mean + factor * (v - mean),
-              factor * v]
+    factor = (1 + sign * 0.9 * strength).clamp(min=0.1)      # of PIL's ImageEnhance, 0.1 to 1.9
+    lost = 2 ** (4 + (4 * strength).floor())                 # grey levels that become one
+    tables = [torch.where(high > low, stretched, value),                # in the order of TONE
+              torch.where(step > 0, equal, value),
+              255 - value,
+              (value / lost).floor() * lost,
+              torch.where(value < 256 - (256 * strength).floor(), value, 255 - value),
+              torch.where(value < 128, value + (110 * strength).floor(), value),
+              mean + factor * (value - mean),
+              factor * value]
     tables = torch.stack([table.expand(b, 3, 256) for table in tables])
     table = tables[which, torch.arange(b, device=device)].clamp(0, 255).byte()
     return table.view(3 * b, 256).gather(1, index).view_as(images)
 
 
-def blend(images, which, x, sign):
+def blend(images, which, strength, sign):
     """Move each image away from its grey (which = 0) or its smooth version (1), or towards it."""
     images = images.float()
     luma = constant(LUMA, images.device).view(3, 1, 1)
@@ -157,23 +158,25 @@ def blend(images, which, x, sign):
     total = total + 4 * images[..., 1:-1, 1:-1]
     smooth[..., 1:-1, 1:-1] = total / 13
     base = torch.where(which.view(-1, 1, 1, 1) == 0, grey.round(), smooth.round())
-    factor = (1 + sign * 0.9 * x).clamp(min=0.1).view(-1, 1, 1, 1)      # as in `change_tone`
+    factor = (1 + sign * 0.9 * strength).clamp(min=0.1).view(-1, 1, 1, 1)   # see change_tone
     return (base + factor * (images - base)).clamp(0, 255).byte()
 
 
-def warp(images, which, x, sign):
+def warp(images, which, strength, sign):
     """Rotate, shear or shift each image by GEOMETRIC[which]: bicubic, FILL outside the image."""
     H, W = images.shape[2:]
+    device = images.device
     tall = H / W
-    amount = sign * x
-    angle = sign * x * (math.pi / 6)
+    amount = sign * strength
+    angle = sign * strength * (math.pi / 6)
     cos = angle.cos()
     sin = angle.sin()
     shear = 0.3 * amount
     shift = 0.9 * amount
-    zero = torch.zeros_like(x)
-    one = torch.ones_like(x)
-    # u and v go from -1 to 1. A row (a, b, c, d, e, f) reads at (a u + b v + c, d u + e v + f).
+    zero = torch.zeros_like(sign)
+    one = torch.ones_like(sign)
+    # The positions p (across) and q (down) go from -1 to 1. A row (a, b, c, d, e, f) reads at
+    # (a p + b q + c, d p + e q + f).
     maps = [(cos, -sin * tall, zero, sin / tall, cos, zero),        # in the order of GEOMETRIC
             (one, shear * tall, shear * tall, zero, one, zero),
             (one, zero, zero, shear / tall, one, shear / tall),
@@ -181,11 +184,11 @@ def warp(images, which, x, sign):
             (one, zero, zero, zero, one, shift)]
     maps = [torch.stack(row, 1) for row in maps]
     maps = torch.stack(maps)                                                # (5, b, 6)
-    maps = maps[which, torch.arange(len(x), device=x.device)].view(-1, 1, 1, 2, 3)
-    u = (2 * torch.arange(W, device=x.device) + 1) / W - 1
-    v = (2 * torch.arange(H, device=x.device) + 1) / H - 1
-    grid = maps[..., 0] * u[:, None] + maps[..., 1] * v[:, None, None] + maps[..., 2]
-    fill = constant(FILL, images.device).view(3, 1, 1)
+    maps = maps[which, torch.arange(len(sign), device=device)].view(-1, 1, 1, 2, 3)
+    p = (2 * torch.arange(W, device=device) + 1) / W - 1
+    q = (2 * torch.arange(H, device=device) + 1) / H - 1
+    grid = maps[..., 0] * p[:, None] + maps[..., 1] * q[:, None, None] + maps[..., 2]
+    fill = constant(FILL, device).view(3, 1, 1)
     out = F.grid_sample(images.float() - fill, grid, "bicubic", align_corners=False)
     return (out + fill).round().clamp(0, 255).byte()
 

@@ -139,8 +139,8 @@ def colour(hue, saturation, luminance):
     saturation = saturation[:, None]
     luminance = luminance[:, None]
     constants = torch.tensor([[0, 4, 2], [0.3, 0.59, 0.11]], device=hue.device)
-    turn, weight = constants[..., None, None]               # (3, 1, 1)
-    rgb = ((hue * 6 + turn) % 6 - 3).abs() - 1
+    shift, weight = constants[..., None, None]              # (3, 1, 1)
+    rgb = ((hue * 6 + shift) % 6 - 3).abs() - 1
     rgb = rgb.clamp(0, 1)
     grey = (rgb * weight).sum(1, keepdim=True)
     darker = rgb * luminance / grey

@@ -43,8 +43,8 @@ def test_purposes_are_pinned_and_distinct():
     purposes = {name: value for name, value in vars(rng).items() if name.isupper()}
     assert purposes == dict(
         SCENE=10, SCENE_NOISE=11, RANDOM_CROP=12, SHIFT=20, FLIP=21, RAND_AUGMENT=22, ERASE=23,
-        ERASE_NOISE=24, MIX=25, VIEW=30, DISTORT=31, START=40, SIGNS=41, NOISE=42, APGD=43, SQUARE=44,
-        FROST_NOISE=50, CORRUPTION=51, TEXT_WINDOW=70, PATCH_PLACES=70, PATCH_VALUES=71, DROPOUT=80,
+        ERASE_NOISE=24, MIX=25, VIEW=30, DISTORT=31, START=40, SIGNS=41, NOISE=42, APGD=43,
+        SQUARE=44, FROST_NOISE=50, CORRUPTION=51, TEXT_WINDOW=70, PATCH_PLACES=70, PATCH_VALUES=71, DROPOUT=80,
         ADVERSARIAL=90)
     every = [*purposes.values(), *(rng.CORRUPTION + i for i in range(1, 15))]
     assert len({*every}) == len(every) - 1
