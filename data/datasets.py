@@ -182,11 +182,11 @@ def load_part(part, flags, device):
     """
     name = flags["data"]
     data = DATASETS[name]
-    given = dict(num_images=16000, seed=0, download=False, classes=None, seen=(),
-                 crop=data.crop)
-    given.update(flags)
-    given["device"] = device
-    loaded = data.load(part, Namespace(**given))
+    settings = dict(num_images=16000, seed=0, download=False, classes=None, seen=(),
+                    crop=data.crop)
+    settings.update(flags)
+    settings["device"] = device
+    loaded = data.load(part, Namespace(**settings))
     in_memory = isinstance(loaded, Split)
     images = loaded.images if in_memory else loaded[0, 0][0]
     if images.dtype != torch.uint8:                     # the training divides by 255

@@ -118,7 +118,7 @@ def subfolders(root):
     """Return {name: path} of the folders and linked folders in a folder."""
     paths = [entry.path for entry in entries(root) if entry.is_dir()]
     folders = {composed_name(os.path.basename(path)): path for path in paths}
-    if len(folders) < len(paths):                       # one class would replace the other
+    if len(folders) < len(paths):                       # one class would replace another
         raise InputError(f"{root} contains two folders with one name in different forms of "
                          f"Unicode; rename one of them")
     return folders
@@ -353,7 +353,7 @@ class ImageTree(Dataset):
 
     @property
     def files(self):
-        """The paths of all images, a list that is made anew."""
+        """The paths of all images, as a new list."""
         pairs = zip(self.labels.tolist(), self.names.tolist())
         return [os.path.join(self.folders[k], os.fsdecode(name)) for k, name in pairs]
 

@@ -1,6 +1,7 @@
 """Test your own photos and masks: which files are found, held out and evaluated."""
 
 import os
+import re
 import shutil
 import zlib
 from argparse import Namespace
@@ -182,6 +183,31 @@ def test_unseen_is_printed_where_it_is_known(capsys):
     assert "9 of 9 images are evaluated, without images of the t" in capsys.readouterr().out
 
 
+def peak_memory(function):
+    """Return the bytes by which a call raises the peak of this process's memory."""
+    def field(name):
+        line = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(line[1])
+
+    Path("/proc/self/clear_refs").write_text("5")       # the peak becomes the present value
+    before = field("VmRSS")
+    kept = function()                                   # alive until the peak is read
+    return field("VmHWM") - before, kept
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_photos_are_in_memory_once():
+    """A list of images that is stacked would need the memory twice, a copy to hash it, too."""
+    make("photos", 30, side=8)
+    flags = dict(data="folder", data_dir="photos", image_size=600)
+    load_part("val", flags, "cpu")                      # imports and buffers
+    used, train = peak_memory(lambda: load_part("train", flags, "cpu"))
+    once = train.images.numel()
+    assert once > 70e6 and used < 1.4 * once
+    used, _ = peak_memory(lambda: fingerprint(train))
+    assert used < 0.4 * once
+
+
 def test_crop_belongs_to_the_network():
     """A network that was trained on ImageNet's crops gets them in its evaluation, too."""
     make("photos", 3, side=64)
@@ -351,6 +377,19 @@ def test_held_out_masks_are_disjoint():
     given = own_folder("split", parts)
     assert [len(tree) for tree in given] == [8, 1, 5, 5]
     assert all("validation" in image for image, _ in given[2].files)
+
+
+def test_equal_photos_with_masks_are_in_one_part():
+    masks("mine", [0, 1], n=20)
+    for i in range(20):
+        shutil.copy(f"mine/annotations/{i:02}.png", f"mine/annotations/{i:02} - Copy.png")
+        image = Image.open(f"mine/images/{i:02}.jpg")
+        image.save(f"mine/images/{i:02} - Copy.png")            # other bytes, equal pixels
+    trees = own_folder("mine", ["train", "val", "test"])
+    stems = [{Path(image).stem.removesuffix(" - Copy") for image, _ in tree.files}
+             for tree in trees]
+    assert [len(tree) for tree in trees] == [32, 4, 4]
+    assert [len(found) for found in stems] == [16, 2, 2]
 
 
 @pytest.mark.parametrize("values, labels, classes", [

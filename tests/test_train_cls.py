@@ -48,8 +48,8 @@ def test_a_run_resumed_within_a_chunk_is_equal(monkeypatch):
     """A GPU augments a chunk of batches at once; here three batches, and the "GPU" is the CPU."""
     monkeypatch.setattr(train_cls, "CHUNK_IMAGES", 12)
     monkeypatch.setattr(train_cls, "send", lambda x, device: x)
-    args = Namespace(batch_size=4, image_size=16, seed=0, repeats=2, pad=2, num_ops=2, erase=0.5,
-                     mixup=0.8, cutmix=1.0, smoothing=0.1)
+    args = Namespace(batch_size=4, image_size=16, seed=0, repeats=2, pad=2, flip=True,
+                     num_ops=2, erase=0.5, mixup=0.8, cutmix=1.0, smoothing=0.1)
     source = load_shapes("train", 20, 16)                           # an epoch has five batches
 
     def batches(first, device):
@@ -120,7 +120,7 @@ def test_a_run_equals_a_plain_loop(monkeypatch):
     for step, row in enumerate(row for row in rows("a") if "loss" in row):
         schedule.step_update(step)
         position, index = 8 * step + torch.arange(8), kept[order_of(f, 34, step)]
-        x = augment_uint8(images[index], position, f.seed, f.pad, f.num_ops)
+        x = augment_uint8(images[index], position, f.seed, f.pad, f.num_ops, flip=True)
         x = to_float(x, position, f.seed, f.erase)
         targets = mixup_target(labels[index], 10, smoothing=f.smoothing)        # not mixed yet
         x, targets = mix(x, targets, f.seed, step, f.mixup, f.cutmix)
