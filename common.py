@@ -4,6 +4,7 @@ This file imports none of our modules, so every module can import it.
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -37,6 +38,8 @@ class InputError(ValueError):
 def run(main):
     """Call a script's main(). An InputError prints one line; other exceptions show a traceback."""
     torch.set_flush_denormal(True)      # for speed (docs/data.md), also in DataLoader workers
+    if isinstance(sys.stdout, io.TextIOWrapper):        # letters that a terminal lacks: \u03bb
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
         if dist.is_initialized():
@@ -97,13 +100,64 @@ def parse_flags(parser, recipes, default):
     return args, checkpoint
 
 
+def positive(text):
+    """Return a flag's whole number; an error below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return value
+
+
+def natural(text):
+    """Return a flag's whole number; an error below 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
+
+
+def not_negative(text):
+    """Return a flag's number; an error below 0."""
+    value = float(text)
+    if not value >= 0:                                  # NaN, too
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
+
+
+def share(text):
+    """Return a flag's number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+    return value
+
+
+def typed_flags(parser):
+    """Return the names of the flags that are on the command line, a set."""
+    names = vars(parser.parse_args())
+    empty = argparse.Namespace(**dict.fromkeys(names))  # argparse sets no default over a value
+    values = vars(parser.parse_args(namespace=empty))
+    return {name for name, value in values.items() if value is not None}
+
+
+def reject_flags(names, why):
+    """Raise InputError if there are names of flags, which would do nothing. why: with --resume."""
+    if names:
+        flags = ", ".join(f"--{name}" for name in sorted(names))
+        raise InputError(f"{flags}: no effect {why}; remove it")
+
+
 def parse_layers(text, depth):
     """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers."""
-    spans = [part.split("-") for part in text.replace("all", f"0-{depth - 1}").split(",")]
-    layers = tuple(i for span in spans for i in range(int(span[0]), int(span[-1]) + 1))
+    layers = []
+    for part in text.replace("all", f"0-{depth - 1}").split(","):
+        if not re.fullmatch(r"\d+(-\d+)?", part):
+            raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
+        first, _, last = part.partition("-")
+        layers += range(int(first), int(last or first) + 1)
     if not layers:
         raise InputError(f"--rpc_layers {text} names no layer")
-    return layers
+    return tuple(layers)
 
 
 def new_run(folder):
