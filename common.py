@@ -4,11 +4,13 @@ This file imports none of our modules, so every module can import it.
 """
 
 import argparse
+import importlib.util
 import io
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -61,9 +63,10 @@ def print0(*lines):
         tqdm.write("\n".join(lines))
 
 
-def bar(items, text, **how):
-    """Return a progress bar over items, for the first process in a terminal. how: for tqdm."""
-    return tqdm(items, text, disable=not is_first() or None, **how)     # None: only in a terminal
+def bar(items, text, **options):
+    """Return a progress bar over items, for the first process in a terminal. options: for tqdm."""
+    hidden = not is_first() or None                     # None: show it in a terminal only
+    return tqdm(items, text, disable=hidden, **options)
 
 
 def wide(x):
@@ -75,9 +78,9 @@ def wide(x):
 
 def new_parser(doc):
     """Return a parser of flags. --help begins with `doc`, the docstring of a script."""
+    layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=doc, usage="%(prog)s [--flag value ...]",
-                                   formatter_class=argparse.RawDescriptionHelpFormatter,
-                                   allow_abbrev=False)
+                                   formatter_class=layout, allow_abbrev=False)
 
 
 def parse_flags(parser, recipes, default):
@@ -86,16 +89,22 @@ def parse_flags(parser, recipes, default):
     recipes: {data set: {flag: value}}. default: the data set without --data and --data_dir.
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
+    # Three flags choose the defaults of the others.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--data", "--data_dir", "--resume"):       # these choose the defaults of the rest
+    for name in ("--data", "--data_dir", "--resume"):
         first.add_argument(name)
     given, _ = first.parse_known_args()
-    checkpoint = load(Path(given.resume, "last.pt")) if given.resume else {}
+    checkpoint = {}
+    if given.resume:
+        checkpoint = load(Path(given.resume, "last.pt"))
     # Flags that belong to one command or machine are not restored.
-    once = ("device", "download", "max_steps", "out_dir", "resume")
-    stored = {k: v for k, v in checkpoint.get("args", {}).items() if k not in once}
-    data = given.data or stored.get("data") or ("folder" if given.data_dir else default)
-    parser.set_defaults(**{"data": data, **recipes.get(data, {}), **stored})
+    stored = dict(checkpoint.get("args", {}))
+    for name in ("device", "download", "max_steps", "out_dir", "resume"):
+        stored.pop(name, None)
+    if given.data_dir:
+        default = "folder"
+    data = given.data or stored.get("data") or default
+    parser.set_defaults(**(recipes.get(data, {}) | stored | dict(data=data)))
     args = parser.parse_args()
     return args, checkpoint
 
@@ -164,6 +173,9 @@ def new_run(folder):
     """Return `folder`. InputError if it already contains a run."""
     if Path(folder, "last.pt").exists():
         raise InputError(f"{folder} holds a run; use --resume {folder}, or another --out_dir")
+    if Path(folder, "log.jsonl").exists():
+        raise InputError(f"{folder} holds the log of a run that has no checkpoint yet; choose "
+                         f"another --out_dir, or delete {folder}/log.jsonl if no run is active")
     return folder
 
 
@@ -174,15 +186,20 @@ def start_processes(device_name):
 
     device_name: the value of --device; None chooses the best device that PyTorch finds.
     """
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else
-                                          "mps" if torch.backends.mps.is_available() else "cpu"))
+    best = "cpu"
+    if torch.backends.mps.is_available():
+        best = "mps"
+    if torch.cuda.is_available():
+        best = "cuda"
+    device = torch.device(device_name or best)
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     # Tensors on the CPU are sent by gloo, and tensors on a GPU by nccl.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend)
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -200,9 +217,20 @@ def same_everywhere(value, what):
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
+        if isinstance(value, dict):                     # name only the entries that differ
+            first = values[0]
+            same = [name for name in first if all(x[name] == first[name] for x in values)]
+            values = [{k: v for k, v in x.items() if k not in same} for x in values]
         if any(other != values[0] for other in values):
-            raise InputError(f"the processes have different {what}: {str(values):.300}; expected "
-                             f"the same files on every node")
+            raise InputError(f"the processes have different {what}: {str(values):.300}; "
+                             f"expected the same files and flags on every node")
+
+
+def share_buffers(model):
+    """Copy the buffers of rank 0, such as the means of BatchNorm, to the other processes."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def allowed_cores():
@@ -222,11 +250,30 @@ def use_bf16(wanted, device):
 
     With bf16, the float32 matrix products and convolutions that remain are faster, too (TF32).
     """
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    amp = has_bf16 if wanted is None else wanted
+    amp = wanted
+    if wanted is None:
+        amp = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     torch.set_float32_matmul_precision("high" if amp else "highest")
     torch.backends.cudnn.allow_tf32 = amp
     return amp
+
+
+def use_compile(wanted, device):
+    """Return whether to compile the model. wanted: the value of --compile.
+
+    The default is to compile on a CUDA device. torch.compile generates code by Triton, which needs
+    a C compiler and a GPU of compute capability 7.0; if one is missing, a line says so.
+    """
+    if wanted is not None or device.type != "cuda":
+        return bool(wanted)
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    triton = importlib.util.find_spec("triton")
+    new_enough = torch.cuda.get_device_capability(device) >= (7, 0)
+    if compiler and triton and new_enough:
+        return True
+    print0("the model is not compiled: torch.compile needs Triton, a C compiler (gcc or clang) "
+           "and a GPU of compute capability 7.0 or more")
+    return False
 
 
 def check_batch_size(batch_size, world, n=math.inf):
@@ -242,19 +289,43 @@ def check_batch_size(batch_size, world, n=math.inf):
 def start_log(args, step, model, device, **numbers):
     """Create --out_dir and its log.jsonl; log and print the settings. Returns the log's path.
 
-    A resumed run keeps the rows up to `step`. numbers: other fields of the row.
+    step: 0, or the step of the checkpoint of a resumed run. numbers: other fields of the row.
     """
     path = Path(args.out_dir, "log.jsonl")
     if is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text("utf-8").splitlines(True) if step else []
-        with replacing(path) as tmp:
-            tmp.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
-    parameters, here = sum(p.numel() for p in model.parameters()), origin(device)
-    append_row(path, dict(step=step, args=vars(args), parameters=parameters, **here, **numbers))
-    print0(f"{parameters:,} parameters | {here['processes']} x {here['hardware']} | "
+        if step == 0:
+            create_log(path)
+        else:
+            cut_log(path, step)
+    parameters = sum(p.numel() for p in model.parameters())
+    machine = origin(device)
+    settings = dict(step=step, args=vars(args), parameters=parameters)
+    append_row(path, settings | machine | numbers)
+    print0(f"{parameters:,} parameters | {machine['processes']} x {machine['hardware']} | "
            f"{args.out_dir}, step {step}")
     return path
+
+
+def create_log(path):
+    """Create an empty log. InputError if it exists, because a run owns its folder."""
+    try:
+        open(path, "x").close()
+    except FileExistsError:
+        raise InputError(f"{path} exists: another run has begun in this folder; choose another "
+                         f"--out_dir") from None
+
+
+def cut_log(path, step):
+    """Keep the rows of a log up to `step`. The last line is left out if a kill has cut it."""
+    if not path.exists():
+        print0(f"{path} is missing; a new log begins after step {step}")
+        return create_log(path)
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    complete = [line for line in lines if line.endswith("\n")]
+    kept = [line for line in complete if json.loads(line)["step"] <= step]
+    with replacing(path) as tmp:
+        tmp.write_text("".join(kept), "utf-8")
 
 
 def append_row(path, row):
@@ -279,10 +350,13 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
 
     pending: one dict of 0-d tensors per step: loss, grad_norm, your own numbers. Each mean is over
     steps and processes. clock: the time.perf_counter() before these steps. batch_size: how many
-    units, such as "images", a step has. numbers: other fields of the row. The CPU waits for the
-    device here only. InputError if a loss or norm is not finite.
+    units, such as "images", a step has. numbers: other fields of the row. In a step, the CPU waits
+    for the device here only; with --adv_eps also in each attack, which checks the images and the
+    logits. InputError if a loss or norm is not finite.
     """
-    recent = torch.stack([torch.stack([*row.values()]) for row in pending])         # (steps, n)
+    names = list(pending[0])
+    recent = torch.stack([row[name] for row in pending for name in names])
+    recent = recent.view(len(pending), len(names))                  # (steps, n)
     if dist.is_initialized():
         recent = recent / dist.get_world_size()
         dist.all_reduce(recent)                                     # adds over processes
@@ -292,29 +366,46 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
         if not math.isfinite(loss + norm):
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
                              f"try a smaller --lr or --clip")
-    means = dict(zip(pending[0], recent.mean(0).tolist()))
-    append_row(path, {"step": step, **means, f"{unit}_per_s": rate, **numbers})
+    means = dict(zip(names, recent.mean(0).tolist()))
+    row = {"step": step} | means | {f"{unit}_per_s": rate} | numbers
+    append_row(path, row)
     print0(f"step {step:6d}  loss {means['loss']:.4f}  {rate:.0f} {unit}/s")
 
 
 def origin(device):
     """Return fields of a row: date, commit, PyTorch's version, hardware, number of processes.
 
-    A commit ends in "-dirty" if files have changed. Processors round differently.
+    Processors round differently.
     """
-    git = subprocess.run(["git", "--no-optional-locks", "describe", "--always", "--dirty",
-                          "--abbrev=12", "--exclude=*"], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
-        info = Path("/proc/cpuinfo")                                # Linux
-        cpu = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text())) if info.exists() else {}
-        hardware = (f"{device.type}, {cpu.get('model name', '')} family {cpu.get('cpu family')} "
-                    f"model {cpu.get('model')}, {torch.get_num_threads()} threads")
-    return dict(date=str(date.today()), commit=git.stdout.strip() or "no git",
-                torch=torch.__version__, hardware=hardware,
-                processes=dist.get_world_size() if dist.is_initialized() else 1)
+        threads = torch.get_num_threads()
+        hardware = f"{device.type}, {processor()}, {threads} threads"
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    return dict(date=str(date.today()), commit=commit(), torch=torch.__version__,
+                hardware=hardware, processes=processes)
+
+
+def commit():
+    """Return the commit of this code, with "-dirty" if files have changed, or "no git"."""
+    if not shutil.which("git"):
+        return "no git"
+    command = ("git --no-optional-locks describe --always --dirty --abbrev=12 "
+               "--exclude=*").split()
+    folder = Path(__file__).parent
+    git = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return git.stdout.strip() or "no git"
+
+
+def processor():
+    """Return name, family and model of the processor, as Linux reports them."""
+    info = Path("/proc/cpuinfo")
+    fields = {}
+    if info.exists():
+        fields = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text()))
+    return (f"{fields.get('model name', '')} family {fields.get('cpu family')} "
+            f"model {fields.get('model')}")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -340,7 +431,8 @@ def load(path):
     """
     path = Path(path)
     if path.is_dir():
-        path = path / ("best.pt" if (path / "best.pt").exists() else "last.pt")
+        best = path / "best.pt"
+        path = best if best.exists() else path / "last.pt"
     if not path.exists():
         raise InputError(f"there is no checkpoint {path}")
     try:
@@ -350,28 +442,41 @@ def load(path):
         raise InputError(f"{path} cannot be loaded: {repr(e):.200}") from None
 
 
-def resume(checkpoint, now, model, optimizer):
-    """Load the checkpoint of --resume. InputError if it has other values than `now`, a dict.
+def resume(checkpoint, current, model, optimizer):
+    """Load the checkpoint of --resume. InputError if it has other values than `current`, a dict.
 
     The optimiser keeps its own settings, such as weight decay.
     """
-    was = {**checkpoint, **checkpoint["args"], **checkpoint["model_config"]}
-    for name, value in now.items():
-        if was.get(name) != value:
-            raise InputError(f"--resume cannot change {name}: it was {was.get(name)!r:.60} and is "
-                             f"{value!r:.60}; resume with the same data and settings")
+    stored = checkpoint | checkpoint["args"] | checkpoint["model_config"]
+    for name, value in current.items():
+        if stored.get(name) != value:
+            raise InputError(f"--resume cannot change {name}: it was {stored.get(name)!r:.60} and "
+                             f"is {value!r:.60}; resume with the same data and settings")
     model.load_state_dict(checkpoint["model"])
     state = checkpoint["optimizer"]
-    groups = [{**own, "params": stored["params"]}
-              for own, stored in zip(optimizer.param_groups, state["param_groups"], strict=True)]
-    optimizer.load_state_dict({**state, "param_groups": groups})
+    groups = []
+    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        groups.append(own | dict(params=saved["params"]))
+    optimizer.load_state_dict(state | dict(param_groups=groups))
+
+
+def best_evaluation(checkpoint, folder):
+    """Return the best evaluation of a resumed run, with its step; {} if best.pt is missing."""
+    best = checkpoint.get("best", {})
+    if best and not Path(folder, "best.pt").exists():
+        print0(f"--resume {folder}: best.pt of step {best['step']} is missing; the best of the "
+               f"next evaluations replaces it")
+        return {}
+    return best
 
 
 def checksum(model):
     """Return the CRC-32 of a model's weights, which identifies them in a row: 8 hex digits."""
-    tensors = (t.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-               for t in model.state_dict().values())
-    return f"{zlib.crc32(b''.join(tensors)):08x}"
+    crc = 0
+    for tensor in model.state_dict().values():
+        array = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+        crc = zlib.crc32(array.tobytes(), crc)
+    return f"{crc:08x}"
 
 
 def add_result(args, model, checkpoint, began, **numbers):
@@ -392,8 +497,17 @@ def add_result(args, model, checkpoint, began, **numbers):
 
 def table(rows, header):
     """Return a Markdown table with aligned columns. rows: lists of cells. header: its first row."""
-    rows = [[str(cell).replace("|", r"\|") for cell in row] for row in [header, *rows]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths)) + " |" for row in rows]
-    rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
+    def escaped(row):
+        return [str(cell).replace("|", r"\|") for cell in row]
+
+    cells = [escaped(header)]
+    for row in rows:
+        cells.append(escaped(row))
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = []
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("| " + " | ".join(padded) + " |")
+    dashes = ["-" * (width + 2) for width in widths]
+    lines.insert(1, "|" + "|".join(dashes) + "|")
+    return "\n".join(lines)

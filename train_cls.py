@@ -19,7 +19,7 @@ A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several
 
 import math
 import time
-from argparse import BooleanOptionalAction
+from argparse import ArgumentTypeError, BooleanOptionalAction
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import islice
@@ -31,93 +31,168 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import InputError, bar
+from common import InputError, bar, natural, not_negative, positive, share
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import ADVERSARIAL, DROPOUT, batch_pairs, seed_from
+from fan import FAN_SIZES
 from robust.attacks import pgd
-from vit import SIZES, ViT, ViTConfig, load_timm, resize_pos_embed
+from vit import SIZES, architecture, load_timm, resize_pos_embed
 
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
+    p = common.new_parser(__doc__)
+    boolean = BooleanOptionalAction                                 # --name and --no-name
     # A recipe in data/datasets.py overrides the defaults of these help texts.
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other flags "
-         "(default: folder, your own images, if --data_dir is given, else shapes)")
+    flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other "
+         "flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes)")
     flag("--data_dir", help="folder with <class>/*.jpg, or train/<class>/*.jpg and "
          "val/<class>/*.jpg; docs/data.md shows all layouts")
-    flag("--download", action=boolean, default=False, help="download CIFAR-10 into --data_dir")
-    flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
-    flag("--holdout", type=int, default=0, help="hold out this many training images, and evaluate "
-         "on them instead of the test images; of your own images, a tenth is always held out")
-    flag("--num_workers", type=int, default=common.default_workers(),
+    flag("--download", action=boolean, default=False,
+         help="download CIFAR-10 into --data_dir")
+    flag("--num_images", type=positive, default=16000,
+         help="rendered training images (default: 16000)")
+    flag("--holdout", type=natural, default=0, help="hold out this many training "
+         "images, and evaluate on them instead of the test images; of your own images, "
+         "a tenth is always held out")
+    flag("--num_workers", type=natural, default=common.default_workers(),
          help="processes per GPU that decode ImageNet (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=[*SIZES, "fan_tiny", "fan_small"], help="size of a ViT, or of a FAN "
-         "(fully attentional network)")
-    flag("--image_size", type=int, help="side of an image in pixels")
-    flag("--patch_size", type=int, help="side of a patch in pixels")
+    flag("--model", choices=SIZES | FAN_SIZES, help="size of a ViT, or of a FAN (fully "
+         "attentional network)")
+    flag("--image_size", type=positive, help="side of an image in pixels")
+    flag("--patch_size", type=positive, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
-    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc",
-         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
-         "layer 0 is the first (default: 0)")
-    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
-         "paper: 4 to 6 with --rpc_layers 0, and 2 with all (default: 4)")
-    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper: 4 with --rpc_layers 0, "
-         "and 3 with all; inf keeps S at 0 (default: 4)")
-    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
-         "printed paper, or as in the paper with ADMM's sign (default: released)")
-    flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
-         "in the last block; smaller in earlier blocks; in a FAN equal in all (default: 0)")
-    flag("--init", choices=["default", "trunc_normal"], help="initial weights of Linear layers, as "
-         "in PyTorch or as in DeiT (default: as in PyTorch; for a FAN as in DeiT)")
-    flag("--init_from", help="initialise from this checkpoint, which has the same --model and "
-         "--patch_size; with another number of classes, the head is new")
+    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="rpc is "
+         "RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
+         "0-3 or all; layer 0 is the first (default: 0)")
+    flag("--n_iter", type=positive, default=4, help="steps of PAP, the algorithm in "
+         "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
+         "(default: 4)")
+    flag("--lambd", type=not_negative, default=4.0, help="PAP's lambda; the paper: 4 "
+         "with --rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4)")
+    flag("--form", choices=FORMS, default="released", help="PAP as in the released "
+         "code, as in the printed paper, or as in the paper with ADMM's sign "
+         "(default: released)")
+    flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
+         "are skipped in the last block; smaller in earlier blocks; in a FAN equal in "
+         "all (default: 0)")
+    flag("--init", choices=["default", "trunc_normal"], help="initial weights of "
+         "Linear layers, as in PyTorch or as in DeiT (default: as in PyTorch; for a "
+         "FAN as in DeiT)")
+    flag("--init_from", help="initialise from this checkpoint, which has the same "
+         "--model and --patch_size; with another number of classes, the head is new")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=int, help="length of the training and of its schedule (default for your "
-         "own images: 1.8 sqrt(images), at least 8)")
-    flag("--batch_size", type=int, help="images per step of all processes")
-    flag("--lr", type=float, help="highest learning rate; DeiT: 5e-4 per 512 images")
-    flag("--warmup_epochs", type=float, default=1, help="epochs of warm-up (default: 1)")
-    flag("--weight_decay", type=float, default=0.05, help="of matrices (default: 0.05)")
-    flag("--clip", type=float, default=1.0, help="largest gradient norm; 0: any (default: 1)")
-    flag("--adv_eps", type=lambda text: float(Fraction(text)), default=0.0, help="train on "
-         "adversarial images, whose pixels change by up to this, for example 2/255")
-    flag("--adv_steps", type=int, default=3, help="PGD steps per adversarial image (default: 3)")
+    flag("--epochs", type=positive, help="length of the training and of its schedule "
+         "(default for your own images: 1.8 sqrt(images), at least 8)")
+    flag("--batch_size", type=positive, help="images per step of all processes")
+    flag("--lr", type=not_negative,
+         help="highest learning rate; DeiT: 5e-4 per 512 images")
+    flag("--warmup_epochs", type=not_negative, default=1,
+         help="epochs of warm-up, at most --epochs (default: 1)")
+    flag("--weight_decay", type=not_negative, default=0.05,
+         help="of matrices (default: 0.05)")
+    flag("--clip", type=not_negative, default=1.0,
+         help="largest gradient norm; 0: any (default: 1)")
+    flag("--adv_eps", type=fraction, default=0.0, help="train on adversarial images, "
+         "whose pixels change by up to this, for example 2/255")
+    flag("--adv_steps", type=positive, default=3,
+         help="PGD steps per adversarial image (default: 3)")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=int, default=0, help="shift images by up to this many pixels")
-    flag("--flip", action=boolean, default=False, help="mirror half of the images left to right; "
-         "not for digits, letters or signs")
-    flag("--num_ops", type=int, default=0, help="apply this many RandAugment operations")
-    flag("--erase", type=float, default=0.0, help="erase a rectangle with this probability")
-    flag("--mixup", type=float, default=0.0, help="alpha of Mixup")
-    flag("--cutmix", type=float, default=0.0, help="alpha of CutMix")
-    flag("--smoothing", type=float, default=0.1, help="share of each label that is spread over all "
-         "classes (default: 0.1)")
-    flag("--repeats", type=int, default=1, help="draw 1/REPEATS of the images per epoch, and use "
-         "each drawn image REPEATS times; the number of steps stays the same")
+    flag("--pad", type=natural, default=0,
+         help="shift images by up to this many pixels")
+    flag("--flip", action=boolean, default=False,
+         help="mirror half of the images left to right; not for digits, letters or signs")
+    flag("--num_ops", type=natural, default=0,
+         help="apply this many RandAugment operations")
+    flag("--erase", type=share, default=0.0,
+         help="erase a rectangle with this probability")
+    flag("--mixup", type=not_negative, default=0.0, help="alpha of Mixup")
+    flag("--cutmix", type=not_negative, default=0.0, help="alpha of CutMix")
+    flag("--smoothing", type=share, default=0.1,
+         help="share of each label that is spread over all classes (default: 0.1)")
+    flag("--repeats", type=positive, default=1, help="draw 1/REPEATS of the images per "
+         "epoch, and use each drawn image REPEATS times; the number of steps stays the "
+         "same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="seed of weights, order and augmentation (default: 0)")
+    flag("--seed", type=natural, default=0,
+         help="seed of weights, order and augmentation (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, default=1, help="epochs between evaluations (default: 1)")
-    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
+    flag("--amp", action=boolean,
+         help="bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean,
+         help="compile the model (default: on CUDA devices)")
+    flag("--eval_every", type=positive, default=1,
+         help="epochs between evaluations (default: 1)")
+    flag("--max_steps", type=natural, help="stop at this step of the run; the schedule "
+         "stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
     args, checkpoint = common.parse_flags(p, recipes, default="shapes")
-    args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{args.data}_{args.attn}")
+    reject_useless_flags(args, common.typed_flags(p))
+    if args.resume:
+        args.out_dir = args.resume
+    else:
+        args.out_dir = common.new_run(args.out_dir or f"out/{args.data}_{args.attn}")
     return args, checkpoint
+
+
+def rate(text):
+    """Return a flag's number, at least 0 and below 1."""
+    value = share(text)
+    if value == 1:
+        raise ArgumentTypeError(f"{text}: expected a number below 1")
+    return value
+
+
+def fraction(text):
+    """Return a flag's number from 0 to 1; it may be a fraction: 2/255."""
+    try:
+        value = float(Fraction(text))
+    except ZeroDivisionError:
+        value = math.inf
+    return share(str(value))
+
+
+def reject_useless_flags(args, typed):
+    """Raise InputError for flags on the command line that would do nothing.
+
+    typed: the names of the flags on the command line.
+    """
+    reject = common.reject_flags
+    data = f"with --data {args.data}"
+    if args.resume:
+        reject(typed & {"out_dir", "init_from"}, "with --resume")
+    if args.data == "shapes":
+        reject(typed & {"data_dir"}, data)
+    if args.data in ("cifar10", "imagenet", "folder"):
+        reject(typed & {"num_images"}, data)
+    if args.data in ("shapes", "imagenet", "folder") and args.download:
+        reject({"download"}, data)
+    if args.data in ("imagenet", "folder") and args.holdout:
+        reject({"holdout"}, data)
+    if not args.adv_eps:
+        reject(typed & {"adv_steps"}, "without --adv_eps")
+    if args.attn not in LAYER_PATTERNS:
+        reject(typed & {"rpc_layers"}, f"with --attn {args.attn}")
+    if args.attn in ("softmax", "symmetric", "scaled_s", "scaled_alpha"):
+        reject(typed & {"n_iter", "lambd", "form"}, f"with --attn {args.attn}")
+
+
+# Flags that may differ between the machines of one run.
+PER_MACHINE = dict.fromkeys(
+    ("data_dir", "num_workers", "device", "init_from", "out_dir", "resume"))
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -130,7 +205,7 @@ def load_batches(source, pairs, args, device):
     """
     if isinstance(source, Split):
         for position, index in pairs:
-            index = send(index, device)                             # the CPU does not wait
+            index = send(index, device)
             yield source.images[index], source.labels[index], position
     else:
         batches = image_batches(source, pairs, args.num_workers, device)
@@ -138,7 +213,9 @@ def load_batches(source, pairs, args, device):
             yield send(images, device), send(labels, device), position
 
 
-CHUNK_IMAGES, CHUNK_BYTES = 2 ** 14, 2 ** 29            # augment at most this much in one call
+# Augment at most this many images and bytes in one call.
+CHUNK_IMAGES = 2 ** 14
+CHUNK_BYTES = 2 ** 29
 
 
 def train_batches(source, args, start, stop, device, rank, world):
@@ -149,24 +226,43 @@ def train_batches(source, args, start, stop, device, rank, world):
     is one batch.
     """
     b = args.batch_size // world
-    images_at_once = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * args.image_size ** 2))
-    batches_at_once = 1 if device.type == "cpu" else max(1, images_at_once // b)
+    batches_at_once = 1
+    if device.type != "cpu":
+        images_at_once = min(CHUNK_IMAGES, CHUNK_BYTES // (3 * args.image_size ** 2))
+        batches_at_once = max(1, images_at_once // b)
 
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing follows. Then the chunk is split into its batches, which are mixed.
-    pairs = batch_pairs(len(source.labels), args.batch_size, start, stop, args.seed, rank, world,
-                        args.repeats)
+    pairs = batch_pairs(len(source.labels), args.batch_size, start, stop, args.seed,
+                        rank, world, args.repeats)
     loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
-        images, labels, positions = (torch.cat(parts) for parts in zip(*chunk))
-        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops, args.flip)
+        images, labels, positions = map(torch.cat, zip(*chunk))
+        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops,
+                               args.flip)
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
-        for x, y, position in zip(images.split(b), targets.split(b), positions.split(b)):
+        batches = zip(images.split(b), targets.split(b), positions.split(b))
+        for x, y, position in batches:
             if args.mixup or args.cutmix:               # (seed, step) sets the weights
                 step = position[0].item() // args.batch_size
                 x, y = mix(x, y, args.seed, step, args.mixup, args.cutmix)
             yield x, y, position
+
+
+def check_mixing(n, args, rank, world):
+    """Raise InputError if a batch of n training images would mix an image with itself.
+
+    An image is mixed with its neighbour, which must not be one of its --repeats copies. A batch can
+    begin between two copies. After `repeats` batches the copies realign: a batch again begins with
+    the first copy of an image, as batch 0 does. So the first `repeats` batches show all cases.
+    """
+    pairs = batch_pairs(n, args.batch_size, 0, args.repeats, args.seed, rank, world,
+                        args.repeats)
+    for _, index in pairs:
+        if (index == index.roll(1)).any():
+            raise InputError(f"--batch_size {args.batch_size}: an image would be mixed "
+                             f"with itself or with a copy; choose a larger batch")
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -175,43 +271,122 @@ def train_batches(source, args, start, stop, device, rank, world):
 def evaluate(model, source, args, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     model.eval()
-    mine = torch.arange(rank, len(source.labels), world)    # the images of this process
+    n = len(source.labels)
+    mine = torch.arange(rank, n, world)                 # the images of this process
     pairs = [(part, part) for part in mine.split(256) if len(part)]     # a process may have none
     batches = load_batches(source, pairs, args, device)
-    total = torch.zeros(3, device=device)                   # correct, correct in top 5, loss
+    total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
     for images, labels, _ in bar(batches, "evaluating", total=len(pairs), leave=False):
-        logits = model(images.float() / 255).float()        # the model takes pixels in [0, 1]
-        correct = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]       # (b, 5)
+        logits = model(images.float() / 255).float()    # the model takes pixels in [0, 1]
+        likeliest = logits.topk(min(5, logits.shape[1])).indices
+        correct = likeliest == labels[:, None]          # (b, 5)
         loss = F.cross_entropy(logits, labels, reduction="sum")
         total += torch.stack([correct[:, 0].sum(), correct.sum(), loss])
     model.train()
     if world > 1:
         dist.all_reduce(total)
-    (top1, top5, loss), n = total.tolist(), len(source.labels)
+    top1, top5, loss = total.tolist()
     return dict(top1=100 * top1 / n, top5=100 * top5 / n, loss=loss / n)
 
 
 # --- the run --------------------------------------------------------------------------------------
 
 def learning_rate(step, warmup, total, args):
-    """Return the rate: linear warm-up from 1e-6, which replaces the first part of a cosine."""
+    """Return the rate: linear warm-up from 1e-6, which replaces the first part of a cosine.
+
+    The cosine ends at MIN_LR. No rate is above --lr.
+    """
     if step < warmup:
-        return 1e-6 + (args.lr - 1e-6) * step / warmup
-    return common.MIN_LR + (args.lr - common.MIN_LR) * (1 + math.cos(math.pi * (step / total))) / 2
+        first = min(1e-6, args.lr)
+        return first + (args.lr - first) * step / warmup
+    last = min(common.MIN_LR, args.lr)
+    return last + (args.lr - last) * (1 + math.cos(math.pi * (step / total))) / 2
 
 
-def load_weights(model, path):
-    """Load the weights of a classifier into the model, to train them further."""
-    checkpoint, own, c = common.load(path), model.state_dict(), model.config
-    ours = "task" in checkpoint                         # else of DeiT, timm or the released code
-    weights = checkpoint["model"] if ours else load_timm(checkpoint).state_dict()
+def load_weights(model, checkpoint, path):
+    """Load the weights of a classifier into the model, to train them further.
+
+    checkpoint: of train_cls.py, or with timm's names (DeiT, timm, the released code). path: its
+    file, for messages.
+    """
+    c = model.config
+    own = model.state_dict()
+    if "task" in checkpoint:
+        weights = checkpoint["model"]
+    else:
+        weights = load_timm(checkpoint).state_dict()
     if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # ViT only
-        side = c.image_size // c.patch_size                 # interpolate to another image size
-        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side), "bicubic")
+        side = c.image_size // c.patch_size             # interpolate to another image size
+        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side),
+                                                "bicubic")
     if len(weights["head.weight"]) != c.num_classes:
         common.print0(f"{path}: the head for {c.num_classes} classes is new")
-        weights.update({name: own[name] for name in ("head.weight", "head.bias")})
+        for name in ("head.weight", "head.bias"):
+            weights[name] = own[name]
     model.load_state_dict(weights)
+
+
+def trained_images(initial, args):
+    """Return the hashes of your own images on which the weights of --init_from were trained.
+
+    initial: the checkpoint of --init_from. InputError if its weights were trained on images that
+    --holdout holds out.
+    """
+    if "task" not in initial:                           # of DeiT, timm or the released code
+        return []
+    before = initial["args"]
+    if args.holdout and before.get("data") == args.data:
+        for name in ("holdout", "num_images"):
+            value = before.get(name)
+            if value != getattr(args, name):
+                raise InputError(f"--init_from {args.init_from} was trained with --{name} "
+                                 f"{value}, so on other parts; choose the same value")
+    return initial.get("trained", initial.get("seen", []))
+
+
+def weight_decay_groups(model, weight_decay):
+    """Return the optimiser's groups of trained parameters. Weight decay applies to matrices.
+
+    Matrices are the weights of layers, mlp.temperature of a FAN and learned.s of scaled_s.
+    """
+    matrices = ("weight", "mlp.temperature", "learned.s")
+    decay = []
+    no_decay = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if p.ndim > 1 and name.endswith(matrices):
+            decay.append(p)
+        else:
+            no_decay.append(p)
+    return [dict(params=decay, weight_decay=weight_decay),
+            dict(params=no_decay, weight_decay=0)]
+
+
+def adversarial(model, compiled, images, targets, position, args):
+    """Change images to raise the loss: PGD in training (Madry et al. 2018).
+
+    Attack `compiled`, which is `model`, perhaps compiled, and not DDP's `net`, because DDP needs a
+    backward pass of the weights after each forward pass. No gradient of a weight is needed here, so
+    the weights are frozen; otherwise the compiled backward pass would compute all their gradients.
+    The model is in eval mode, without drop path. The random numbers follow from seed, position and
+    purpose.
+    """
+    def logits(x):                                      # pgd would reject compiled.training
+        return compiled(x)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    model.eval()
+    images = images.clamp(0, 1)                         # erased pixels can lie outside
+    images = pgd(logits, images, targets, args.adv_eps, steps=args.adv_steps,
+                 alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed,
+                 index=position, purpose=ADVERSARIAL)
+    model.train()
+    for p in trained:
+        p.requires_grad_(True)
+    return images
 
 
 def main():
@@ -224,71 +399,95 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
-    # images. Only held-out images choose best.pt.
-    train, val = load_data(args, device)
+    # images. Only held-out images choose best.pt. They are none of the images on which the weights
+    # of --init_from were trained.
+    initial = {}
+    inherited = checkpoint.get("inherited", [])
+    if args.init_from and not args.resume:
+        initial = common.load(args.init_from)
+        inherited = trained_images(initial, args)
+    train, val = load_data(args, device, seen=inherited)
     keep_best = args.data == "folder" or args.holdout > 0
-    common.check_batch_size(args.batch_size, world, len(train.labels))
-    if args.mixup or args.cutmix:                       # after `repeats` batches, copies realign
-        for _, index in batch_pairs(len(train.labels), args.batch_size, 0, args.repeats, args.seed,
-                                    rank, world, args.repeats):
-            if (index == index.roll(1)).any():
-                raise InputError(f"--batch_size {args.batch_size}: an image would be mixed with "
-                                 f"itself or with a copy; choose a larger batch")
-    epoch_steps = len(train.labels) // args.batch_size              # only whole batches
+    n = len(train.labels)
+    common.check_batch_size(args.batch_size, world, n)
+    if args.mixup or args.cutmix:
+        check_mixing(n, args, rank, world)
+    epoch_steps = n // args.batch_size                              # only whole batches
     if args.epochs is None:                             # your own images: longer runs overfit
-        args.epochs = max(8, round(1.8 * len(train.labels) ** 0.5))
-    total, warmup = args.epochs * epoch_steps, args.warmup_epochs * epoch_steps
+        args.epochs = max(8, round(1.8 * n ** 0.5))
+    if args.warmup_epochs > args.epochs:
+        raise InputError(f"--warmup_epochs {args.warmup_epochs:g}: expected at most "
+                         f"--epochs {args.epochs}; otherwise the rate never reaches --lr")
+    total = args.epochs * epoch_steps
+    warmup = args.warmup_epochs * epoch_steps
 
     # Model. The flags describe the model, also with --resume.
-    if args.model in SIZES:
-        Model, Config, size = ViT, ViTConfig, SIZES[args.model]
-    else:
-        from fan import FAN as Model, FAN_SIZES, FANConfig as Config
-        size = FAN_SIZES[args.model]
-    init = args.init or ("default" if Model is ViT else "trunc_normal")     # as in NVlabs/FAN
-    config = Config(**size, image_size=args.image_size, patch_size=args.patch_size,
-                    num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
-                    rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                    pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form), init=init)
+    family = "fan" if args.model in FAN_SIZES else "vit"
+    Model, Config = architecture(family)
+    size = FAN_SIZES[args.model] if family == "fan" else SIZES[args.model]
+    usual = "trunc_normal" if family == "fan" else "default"        # as in NVlabs/FAN
+    config = Config(
+        **size, image_size=args.image_size, patch_size=args.patch_size,
+        num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
+        rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+        pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
+        init=args.init or usual)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
-    if world > 1 and device.type == "cuda":                         # for BatchNorm, which a FAN has
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if args.init_from and not args.resume:
-        load_weights(model, args.init_from)
+    if initial:
+        load_weights(model, initial, args.init_from)
     # To freeze parameters, add a line here: model.patch_embed.requires_grad_(False)
 
-    # Optimiser. Weight decay applies to matrices: the weights of layers, mlp.temperature of a FAN
-    # and learned.s of scaled_s.
-    matrices = ("weight", "mlp.temperature", "learned.s")
-    decay, rest = [], []
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
-    groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
+    # Optimiser.
+    groups = weight_decay_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
-    data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
+    fingerprints = [fingerprint(train), fingerprint(val)]
+    data = dict(classes=list(train.classes), fingerprint=fingerprints)
     if checkpoint:
-        now = {**data, **asdict(config), "batch_size": args.batch_size}
-        common.resume(checkpoint, now, model, optimizer)
+        current = data | asdict(config) | dict(batch_size=args.batch_size)
+        common.resume(checkpoint, current, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
+    metrics = checkpoint.get("metrics", {})
+    best = common.best_evaluation(checkpoint, args.out_dir)
+
+    # Each process draws its part of a batch from its own list of images, and decides itself when to
+    # evaluate. So data, flags and the first step must be equal.
+    common.same_everywhere(fingerprints, "data")
+    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
+
+    # Hashes of your own images. An evaluation leaves out all that chose weights: images of the
+    # training and of the validation, here and in --init_from.
+    trained = sorted({*train.hashes}.union(inherited))
+    before = (checkpoint or initial).get("seen", [])
+    seen = sorted({*val.hashes}.union(trained, before))
 
     # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
-    # `model`, which has the same weights, is attacked, evaluated and saved.
-    compiling = device.type == "cuda" if args.compile is None else args.compile
-    compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
-    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
+    # `model`, which has the same weights, is evaluated and saved.
+    compiled = model
+    if common.use_compile(args.compile, device):
+        compiled = torch.compile(model, mode="reduce-overhead")
+    net = compiled
+    if world > 1:
+        net = DDP(compiled, gradient_as_bucket_view=True)
+        # A BatchNorm, which a FAN has, uses the images of its process. So no buffer is needed from
+        # rank 0 in each step; share_buffers sends them before an evaluation.
+        net.broadcast_buffers = False
 
-    log = common.start_log(args, first, model, device, training_images=len(train.labels))
+    if args.max_steps == 0:
+        return common.print0("--max_steps 0: no step was trained")
+    log = common.start_log(args, first, model, device, training_images=n)
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = max(first, min(total, args.max_steps or total))
+    stop = total
+    if args.max_steps is not None:
+        stop = min(total, args.max_steps)
+    stop = max(first, stop)
     batches = train_batches(train, args, first, stop, device, rank, world)
-    progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    progress = bar(range(first, stop), "training", total=stop, initial=first,
+                   unit="step")
     began = clock = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
@@ -296,18 +495,11 @@ def main():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        # A batch. Adversarial training (Madry et al. 2018) changes its pixels to raise the loss.
-        # The attack uses `model`, because DDP needs a backward pass after each pass through `net`.
-        # Its random numbers follow from seed, index (here the position) and purpose.
+        # A batch, of clean or of adversarial images.
         images, targets, position = next(batches)
         if args.adv_eps:
-            model.eval()
-            images = images.clamp(0, 1)                 # erased pixels can lie outside
             with autocast:
-                images = pgd(model, images, targets, args.adv_eps,
-                             steps=args.adv_steps, alpha=2.5 * args.adv_eps / args.adv_steps,
-                             seed=args.seed, index=position, purpose=ADVERSARIAL)
-            model.train()
+                images = adversarial(model, compiled, images, targets, position, args)
 
         # Forward and backward. The seed of a step and process determines the masks of drop path,
         # so a resumed run draws the same masks.
@@ -323,7 +515,8 @@ def main():
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
         # The step number decides when to evaluate, save and log, so all processes agree.
-        done, epoch = step + 1, (step + 1) / epoch_steps
+        done = step + 1
+        epoch = done / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
@@ -337,36 +530,44 @@ def main():
         # Evaluate. On a few images of this batch, also measure mean |k| and the share of nonzero
         # entries of S in each layer, which show whether RPC acts.
         metrics = {}
+        if saving:
+            common.share_buffers(model)
         if evaluating:
             with autocast:
                 metrics = evaluate(model, val, args, device, rank, world)
-            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
-                                        **key_statistics(model, images[:32])))
-            common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}")
+            keys = key_statistics(model, images[:32])
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
+            common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  "
+                          f"loss {metrics['loss']:.3f}")
 
         # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
-            better = keep_best and metrics and metrics["loss"] < best.get("loss", math.inf)
+            better = False
+            if keep_best and evaluating:
+                better = metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="classification", architecture="vit" if Model is ViT else "fan",
-                         args=vars(args), step=done, metrics=metrics, best=best,
+            state = dict(task="classification", architecture=family, args=vars(args),
+                         step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])     # own photos: never tested
+                         model_config=asdict(config), **data, seen=seen,
+                         trained=trained, inherited=inherited)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
-        if logging:
-            clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
+        if logging:                             # the speed excludes evaluation and saving
+            clock = time.perf_counter()
+            pending = []
 
     if metrics:                             # of the last step or the checkpoint
         minutes = (time.perf_counter() - began) / 60
         kind = "validation" if keep_best else "test"
-        common.print0(f"{args.data} {args.attn}: {kind} accuracy {metrics['top1']:.2f} % "
-                      f"({len(val.labels)} images), {minutes:.1f} minutes")
+        common.print0(f"{args.data} {args.attn}: {kind} accuracy "
+                      f"{metrics['top1']:.2f} % ({len(val.labels)} images), "
+                      f"{minutes:.1f} minutes")
     if best:
-        common.print0(f"best.pt: step {best['step']}, lowest validation loss {best['loss']:.3f}")
+        common.print0(f"best.pt: step {best['step']}, lowest validation loss "
+                      f"{best['loss']:.3f}")
     common.print0(f"next: python eval_robust.py --ckpt {args.out_dir}")
 
 

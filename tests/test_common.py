@@ -2,7 +2,7 @@
 
 import math
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from fractions import Fraction
 
 import pytest
@@ -68,7 +68,80 @@ def test_a_log_is_cut_after_the_step(tmp_path):
         first, *found, last = common.read_log(open_log(path.parent, step))
         assert [row for row in found if "args" not in row] == rows[:kept]
         assert (first["parameters"], first["images"], last["step"]) == (2, 3, step)
-    assert len(common.read_log(open_log(path.parent, 0))) == 1          # a new run
+
+
+def test_a_new_run_owns_its_folder(tmp_path):
+    path = open_log(tmp_path, 0)
+    before = path.read_bytes()
+    with pytest.raises(InputError, match="log.jsonl exists: another run has begun"):
+        open_log(tmp_path, 0)
+    assert path.read_bytes() == before
+    with pytest.raises(InputError, match="holds the log of a run that has no checkpoint"):
+        common.new_run(tmp_path)
+    save(tmp_path / "last.pt", dict(step=1))
+    with pytest.raises(InputError, match="holds a run; use --resume"):
+        common.new_run(tmp_path)
+
+
+def test_a_cut_last_line_is_left_out(tmp_path):
+    path = open_log(tmp_path, 0)
+    common.append_row(path, dict(step=1, loss=1.5))
+    for cut in ('{"step": 2, "lo', '{"step": 2}'):                      # killed while writing
+        with open(path, "a") as file:
+            file.write(cut)
+        rows = common.read_log(open_log(tmp_path, 1))
+        assert [row["loss"] for row in rows if "loss" in row] == [1.5]
+
+
+def test_a_lost_log_begins_anew(tmp_path, capsys):
+    row, = common.read_log(open_log(tmp_path, 7))
+    assert row["step"] == 7 and "log.jsonl is missing; a new log" in capsys.readouterr().out
+
+
+def test_a_lost_best_checkpoint_is_said(tmp_path, capsys):
+    checkpoint = dict(best=dict(step=3, loss=0.5))
+    assert common.best_evaluation(checkpoint, tmp_path) == {}
+    assert "best.pt of step 3 is missing" in capsys.readouterr().out
+    save(tmp_path / "best.pt", dict(step=3))
+    assert common.best_evaluation(checkpoint, tmp_path) == checkpoint["best"]
+
+
+def test_rows_need_no_git(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert common.origin(torch.device("cpu"))["commit"] == "no git"
+
+
+@pytest.mark.parametrize("missing", ["compiler", "triton", "capability", None])
+def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
+    have = dict(compiler="/usr/bin/gcc", triton="spec", capability=(7, 0))
+    without = have | {missing: dict(capability=(6, 1)).get(missing)}
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(common.shutil, "which", lambda name: without["compiler"])
+    monkeypatch.setattr(common.importlib.util, "find_spec", lambda name: without["triton"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: without["capability"])
+    cuda = torch.device("cuda")
+    assert common.use_compile(None, cuda) is (missing is None)
+    assert ("is not compiled" in capsys.readouterr().out) is (missing is not None)
+    assert common.use_compile(True, cuda) and not common.use_compile(False, cuda)
+    assert not common.use_compile(None, torch.device("cpu"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind, bad", [
+    (common.positive, ("0", "-1")), (common.natural, ("-1",)), (common.not_negative, ("-1", "nan")),
+    (common.share, ("-0.1", "2", "nan"))])
+def test_flags_reject_wrong_numbers(kind, bad):
+    for text in bad:
+        with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
+            kind(text)
+    assert kind("1") == 1
+
+
+def test_wrong_layers_are_one_line():
+    for text in ("first", "1,", "0-", "a-b", "-1", "3-1"):
+        with pytest.raises(InputError, match=f"^--rpc_layers {text}"):
+            common.parse_layers(text, 4)
+    assert common.parse_layers("0-1,3", 4) == (0, 1, 3) and common.parse_layers("all", 2) == (0, 1)
 
 
 def test_input_errors_are_one_line():
