@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # one process per core, so one thread per process
+# Hide the GPUs, on which runs are not bit-identical, unless test_gpu.py is named. The workers of
+# xdist have no command line; they inherit the variable.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("test_gpu" in word for word in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import numpy as np
 import pytest

@@ -15,13 +15,17 @@ import torch._dynamo  # noqa: F401: the first optimiser imports it, which takes 
 import common
 
 
-def child(main, flags, env, out, err):
-    """Run main() as its script does; write its output to the files `out` and `err`."""
+def child(main, flags, env, out, err, log_every):
+    """Run main() as its script does; write its output to the files `out` and `err`.
+
+    log_every: common.LOG_EVERY of the test, because a spawned process imports common again.
+    """
     sys.stdout, sys.stderr = open(out, "w"), open(err, "w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
     torch.set_num_threads(1)
     os.environ.update(env)
+    common.LOG_EVERY = log_every
     sys.argv = ["script", *flags]
     common.run(main)
 
@@ -32,7 +36,7 @@ def start(main, flags, **env):
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     folder = tempfile.TemporaryDirectory()
     files = [Path(folder.name, name) for name in ("out", "err")]
-    process = context.Process(target=child, args=(main, flags, env, *files))
+    process = context.Process(target=child, args=(main, flags, env, *files, common.LOG_EVERY))
     process.start()
     process.folder, process.files = folder, files
     return process
@@ -70,8 +74,8 @@ def run_command(tree, words):
     return finish(start(partial(run_in, tree, words), []))
 
 
-def group(main, flags, world=2, **env):
-    """Start `world` processes as torchrun does; return the stdout of each process.
+def group_results(main, flags, world=2, **env):
+    """Start `world` processes as torchrun does; return (exit code, stdout, stderr) of each process.
 
     env: environment variables, which override torchrun's.
     """
@@ -80,6 +84,11 @@ def group(main, flags, world=2, **env):
     shared = dict(WORLD_SIZE=str(world), MASTER_ADDR="localhost", MASTER_PORT=port)
     processes = [start(main, flags, **{**shared, "RANK": str(i), "LOCAL_RANK": str(i), **env})
                  for i in range(world)]
-    codes, printed, errors = zip(*map(finish, processes))
+    return [finish(process) for process in processes]
+
+
+def group(main, flags, world=2, **env):
+    """Start `world` processes, which must not fail; return the stdout of each process."""
+    codes, printed, errors = zip(*group_results(main, flags, world, **env))
     assert not any(codes), errors
     return printed

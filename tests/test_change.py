@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from processes import run_command
+from runs import log
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
@@ -36,6 +37,43 @@ def apply(diff, tree):
             text = text.replace(old, new) if old else text + new
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+COMPILED = """
+import runpy, sys, torch
+real = torch.compile
+torch.compile = lambda model, mode: real(model, backend="aot_eager")
+runpy.run_path("train_cls.py", run_name="__main__")
+"""
+
+
+def check_gradient_memory(path):
+    """Insert an assertion into the trainer: each gradient keeps its memory in all steps."""
+    pointers = "[p.grad.data_ptr() for p in model.parameters()]"
+    text = path.read_text()
+    for line, new in (("            p.grad = torch.zeros_like(p)\n", f"    memory = {pointers}\n"),
+                      ("        optimizer.step()\n", f"        assert {pointers} == memory\n")):
+        assert text.count(line) == 1
+        text = text.replace(line, line + new)
+    path.write_text(text)
+
+
+def test_accumulated_gradients_equal_whole_batches(programs, tmp_path):
+    """Compiled, and with gradients that keep their memory, as CUDA graphs need."""
+    section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
+    losses = []
+    for name in ("plain", "changed"):
+        tree = shutil.copytree(programs, tmp_path / name)
+        if name == "changed":
+            for diff in blocks("diff", section):
+                apply(diff, tree)
+            check_gradient_memory(tree / "train_cls.py")
+        (tree / "compiled.py").write_text(COMPILED)
+        run = "compiled.py --compile --out_dir run " + SMALL["train_cls.py"]
+        code, out, err = run_command(tree, run.split())
+        assert code == 0, out + err
+        losses.append(log(tree / "run"))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])

@@ -1,6 +1,7 @@
 """Compare fan.py with the published models; test the scripts with a FAN."""
 
 import math
+import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import look
 import train_cls
 from attention import SelfAttention
 from fan import FAN, FAN_SIZES, FANConfig
+from processes import group
 from runs import call, log
 from vit import classifier_from_checkpoint
 
@@ -207,6 +209,26 @@ def test_resumed_fan_run_is_bit_identical(tiny):
     assert all(torch.equal(v, parts["model"][k]) for k, v in whole["model"].items())
     assert whole["model"]["blocks.0.mlp.mlp_v.dwconv.bn.num_batches_tracked"] == 8
     assert log("whole") == log("parts") and len(log("whole")) == 8
+
+
+def train_and_print_buffers():
+    """Train, and print a checksum of the buffers at each evaluation."""
+    evaluate = train_cls.evaluate
+
+    def printing(model, *args):
+        print(zlib.crc32(b"".join(b.numpy().tobytes() for b in model.buffers())))
+        return evaluate(model, *args)
+    train_cls.evaluate = printing
+    train_cls.main()
+
+
+def test_processes_evaluate_with_the_same_buffers(tiny):
+    """Each process has its own BatchNorm; before an evaluation it gets the buffers of rank 0."""
+    printed = group(train_and_print_buffers, [*RUN.split(), "--epochs", "2", "--out_dir", "two"])
+    sums = [[line for line in text.splitlines() if line.isdigit()] for text in printed]
+    assert sums[0] == sums[1] and len({*sums[0]}) == 2
+    model = classifier_from_checkpoint(common.load("two"))
+    assert sums[0][-1] == str(zlib.crc32(b"".join(b.numpy().tobytes() for b in model.buffers())))
 
 
 def test_init_and_evaluation_accept_a_fan(tiny, capsys):

@@ -11,7 +11,11 @@ import itertools
 import json
 import math
 import os
+import shutil
 import time
+import warnings
+from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -28,14 +32,14 @@ from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, Attention, SelfAttenti
                        rpc_attention)
 from fixtures import ROOT
 from data.augment import augment_uint8
-from data.shapes import load_shapes
-from processes import group
+from data.shapes import SHAPES, load_shapes
+from processes import group, run_command
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import cw, fgsm, noise, pgd, sld, spsa
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
 from robust.corruptions import NAMES, corrupt
 from runs import call, flags, log, make_pairs, make_text
-from vit import ViT, ViTConfig, classifier_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, classifier_from_checkpoint
 
 GPUS = torch.cuda.device_count()
 KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")     # of ATTENTIONS
@@ -204,19 +208,85 @@ def test_run_begun_on_cpu_resumes_on_gpu(name, device, plain, note):
     assert found < 1e-3
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "fan"])
-def test_one_process_per_gpu_has_the_same_losses(name, device, plain, note):
-    script = "cls" if name == "fan" else name
-    # A process mixes its own images.
-    own = dict(cls="--mixup 0 --cutmix 0", fan="--mixup 0 --cutmix 0 --model fan_tiny")
+@pytest.mark.parametrize("compiling", ["--no-compile", pytest.param("--compile", marks=needs_gpu)])
+@each
+def test_one_process_per_gpu_has_the_same_losses(name, compiling, device, plain, note):
+    """With --compile, the processes run CUDA graphs."""
+    own = "--mixup 0 --cutmix 0" if name == "cls" else ""   # a process mixes its own images
     world = max(n for n in (1, 2, 4, 8) if n <= max(GPUS, 1))           # divides every batch size
-    run = flags(SMALL[script], own.get(name, ""), "--batch_size 8 --no-amp --no-compile --device",
-                [device], max_steps=STEPS)
-    group(SCRIPTS[script].main, [*run, "--out_dir", f"{name}_many"], world=world)
-    call(SCRIPTS[script].main, run, out_dir=f"{name}_single")
-    found = apart(*(list(log(f"{name}_{end}").values()) for end in ("many", "single")))
-    note(f"{name}, torchrun, {world} processes", f"losses {found:.1e} from one's")
+    run = flags(SMALL[name], own, "--batch_size 8 --no-amp --device", [device], max_steps=STEPS)
+    ends = [f"{name}{compiling}_{end}" for end in ("many", "single")]
+    group(SCRIPTS[name].main, [*run, compiling, "--out_dir", ends[0]], world=world)
+    call(SCRIPTS[name].main, run, "--no-compile", out_dir=ends[1])
+    found = apart(*(list(log(end).values()) for end in ends))
+    note(f"{name} {compiling}, torchrun, {world} processes", f"losses {found:.1e} from one's")
     assert found < 1e-3
+
+
+@needs_gpu
+@each
+def test_cuda_graphs_have_the_same_losses(name, device, plain, note):
+    """Everybody trains with CUDA graphs on a GPU."""
+    torch.compiler.reset()
+    found = apart(plain[name], train(name, device, f"{name}_graphs", "--compile"))
+    note(f"train_{name}, CUDA graphs", f"losses {found:.1e} from plain ones")
+    assert found < 1e-3
+
+
+@needs_gpu
+@each
+def test_cuda_graphs_resume_with_masks_in_bf16(name, device, plain, note):
+    """The masks of drop path and dropout are drawn in the graph, from the seed of the step."""
+    run = ("--amp --compile", dict(cls="--drop_path 0.1", lm="--dropout 0.1",
+                                   seg="--drop_path 0.1 --dropout 0.1")[name])
+    losses = []
+    for end, steps in (("whole", STEPS), ("parts", STEPS // 2)):
+        torch.compiler.reset()
+        losses.append(train(name, device, f"{name}_masks_{end}", *run, steps=steps))
+    torch.compiler.reset()
+    call(SCRIPTS[name].main, max_steps=STEPS, resume=f"{name}_masks_parts", device=device)
+    found = apart(losses[0], list(log(f"{name}_masks_parts").values()))
+    note(f"train_{name}, CUDA graphs resumed", f"losses {found:.1e} from the whole run's")
+    assert found < 0.01                                     # rounding of bf16; other masks: 0.1
+
+
+@needs_gpu
+def test_accumulated_gradients_survive_cuda_graphs(device, plain, note, programs, tmp_path):
+    """Apply the change "Gradient accumulation" of docs/change.md to the trainer."""
+    from test_change import SECTIONS, apply, blocks
+    section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
+    losses = []
+    for end, diffs in (("plain", []), ("changed", blocks("diff", section))):
+        tree = shutil.copytree(programs, tmp_path / end)
+        for diff in diffs:
+            apply(diff, tree)
+        words = flags("train_cls.py", SMALL["cls"], "--no-amp --device cuda --max_steps 20")
+        code, out, err = run_command(tree, [*words, "--out_dir", "run"])
+        assert code == 0, out + err
+        losses.append(list(log(tree / "run").values()))
+    found = apart(*losses)
+    note("gradient accumulation, CUDA graphs", f"losses {found:.1e} from whole batches")
+    assert found < 1e-3
+
+
+@needs_gpu
+@each
+def test_a_step_waits_for_the_gpu_once(name, device, plain, note, monkeypatch):
+    """Count the waits of ten more steps without checkpoints, with PyTorch's sync check."""
+    monkeypatch.setattr(common, "save", lambda *args: None)
+    monkeypatch.setattr(common, "LOG_EVERY", 100)
+    waits = []
+    for steps in (10, 20):
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(name, "cuda", f"{name}_waits_{steps}", "--eval_every 100", steps=steps)
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(Counter(f"{Path(one.filename).name}:{one.lineno}" for one in caught
+                             if "synchronizing" in str(one.message)))
+    more = waits[1] - waits[0]
+    note(f"train_{name}, waits", f"{more.total() / 10:.1f} per step")
+    assert more.total() <= 20, more.most_common()           # one per step, and one per epoch
 
 
 # --- changed images -------------------------------------------------------------------------------
@@ -283,6 +353,24 @@ def test_an_attack_is_as_strong_as_on_cpu(name, device, note):
     note(f"attack {name}", f"{right[1]} of {n} stay right, {right[0]} on the CPU; they move by "
          f"{far[1]:.3f}, {far[0]:.3f}")
     assert abs(right[0] - right[1]) <= max(1, n // 20) and abs(far[0] - far[1]) <= 0.1 * far[0]
+
+
+@needs_gpu
+def test_the_evaluators_batch_fits_at_patch_4(device, note, monkeypatch, tmp_path):
+    """Small patches need the most memory per pixel: PGD on 10,000 scenes of 32 pixels."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = ViT(ViTConfig(**SIZES["tiny"], image_size=32, patch_size=4, num_classes=10, attn="rpc",
+                          rpc_layers=range(12)))
+    args = dict(data="shapes", data_dir=None, seed=0, num_images=50_000)
+    common.save("tiny.pt", dict(
+        task="classification", architecture="vit", args=args, classes=list(SHAPES), seen=[],
+        model=model.state_dict(), model_config=asdict(model.config)))
+    torch.cuda.reset_peak_memory_stats()
+    call(eval_robust.main, "--ckpt tiny.pt --measures pgd --eps 1/255 --steps 2 --device cuda")
+    used = torch.cuda.max_memory_allocated() / torch.cuda.get_device_properties(0).total_memory
+    note("evaluator, ViT-tiny, patch 4", f"PGD used {100 * used:.0f} % of the memory")
+    assert used < 0.9
 
 
 EVALUATIONS = {

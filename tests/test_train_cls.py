@@ -1,13 +1,18 @@
 """Test train_cls.py alone; test_train.py tests the behaviour of all trainers."""
 
+import os
+import shutil
+import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from timm.data.mixup import mixup_target
 from timm.loss import SoftTargetCrossEntropy
 from timm.optim import param_groups_weight_decay
@@ -16,8 +21,10 @@ from timm.scheduler import CosineLRScheduler
 import common
 import train_cls
 from data.augment import augment_uint8, mix, to_float
+from data.images import hash_pixels, read_image
 from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
+from processes import group, group_results
 from runs import call, log, refused, rows
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
@@ -137,3 +144,159 @@ def test_a_run_equals_a_plain_loop(monkeypatch):
     for name, p in model.named_parameters():
         if p.ndim > 1:                                          # the loss hides weight decay
             assert weights[name].norm() == pytest.approx(p.norm().item(), rel=1e-5), name
+
+
+# --- several processes, and torch.compile ---------------------------------------------------------
+
+def write_photos(root, count=12, size=16):
+    """Write photos of two classes, root/<class>/<i>.png."""
+    for k, name in enumerate(("ant", "bee")):
+        Path(root, name).mkdir(parents=True)
+        for i in range(count):
+            pixels = np.random.default_rng(i + 99 * k).integers(0, 256, (size, size, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(Path(root, name, f"{i}.png"))
+
+
+PHOTOS = "--image_size 16 --patch_size 8 --batch_size 4 --epochs 1"
+
+
+def loss_on(folder, hashes):
+    """Return the loss of a run's last network on the photos in split/val with these hashes."""
+    model = classifier_from_checkpoint(common.load(f"{folder}/last.pt"))
+    photos = [read_image(path) for path in Path("split/val").glob("*/*")]
+    labels = [path.parent.name == "bee" for path in Path("split/val").glob("*/*")]
+    kept = [i for i, photo in enumerate(photos) if hash_pixels(photo) in hashes]
+    with torch.no_grad():
+        logits = model(torch.stack([photos[i] for i in kept]) / 255)
+    return F.cross_entropy(logits, torch.tensor([int(labels[i]) for i in kept])).item()
+
+
+def test_initial_weights_pass_on_what_they_saw():
+    write_photos("photos")
+    train(PHOTOS, "--data_dir photos --out_dir a")
+    a = common.load("a/last.pt")
+    assert {*a["trained"]} < {*a["seen"]} and a["inherited"] == []
+    # The photos get another split. The new val/ has two trained photos of each class.
+    old = {*a["trained"]}
+    for name in ("ant", "bee"):
+        photos = sorted(Path("photos", name).iterdir(),
+                        key=lambda path: hash_pixels(read_image(path)) in old)
+        for part, paths in (("val", photos[:4]), ("test", photos[4:5]), ("train", photos[5:])):
+            Path("split", part, name).mkdir(parents=True)
+            for path in paths:
+                shutil.copy(path, Path("split", part, name))
+    held = {hash_pixels(read_image(path)) for path in Path("split/val").glob("*/*")}
+    assert len(held & old) == len(held - old) == 4
+    train(PHOTOS, "--data_dir split --init_from a --out_dir b --max_steps 1")
+    b = common.load("b/last.pt")
+    assert {*a["seen"]} <= {*b["seen"]} and b["inherited"] == a["trained"]
+    assert old <= {*b["trained"]} and not {*b["trained"]} & (held - old)
+    assert log("b", "eval")[1]["loss"] == pytest.approx(loss_on("b", held - old), rel=1e-5)
+    train("--resume b")                                             # without the file of "a"
+    again = common.load("b/last.pt")
+    assert all(again[name] == b[name] for name in ("seen", "trained", "inherited", "fingerprint"))
+
+
+def test_held_out_images_were_not_trained_on():
+    train(SMALL, "--holdout 16 --max_steps 1 --out_dir a")
+    for flags in ("--holdout 32", "--holdout 16 --num_images 80"):
+        assert "choose the same value" in bad(SMALL, flags, "--init_from a --max_steps 1")
+    train(SMALL, "--holdout 16 --init_from a --max_steps 1 --out_dir b")
+
+
+def test_no_learning_rate_exceeds_the_flag():
+    for lr in (1e-3, 1e-5, 2e-6, 1e-7, 0.0):
+        args = Namespace(lr=lr)
+        rates = [train_cls.learning_rate(step, 5, 20, args) for step in range(20)]
+        assert max(rates) <= lr and min(rates) >= 0
+    assert rates == [0.0] * 20
+
+
+@pytest.mark.parametrize("flags, names", [
+    ("--data shapes --data_dir photos", "data_dir"), ("--data_dir p --num_images 9", "num_images"),
+    ("--data_dir p --holdout 3", "holdout"), ("--data imagenet --data_dir p --holdout 3", "holdout"),
+    ("--download", "download"), ("--adv_steps 4", "adv_steps"),
+    ("--attn scaled_s --rpc_layers all", "rpc_layers"), ("--attn softmax --form admm", "form"),
+    ("--attn symmetric --n_iter 6 --lambd 3", "lambd, --n_iter")])
+def test_a_flag_without_effect_is_an_error(flags, names):
+    assert f"--{names}: no effect with" in bad(flags) and not Path("out").exists()
+
+
+def test_resume_takes_no_other_folder_or_weights():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    for flag in ("--out_dir b", "--init_from b"):
+        assert f"{flag[:-2]}: no effect with --resume" in bad("--resume a", flag)
+
+
+def test_wrong_flags_are_one_line():
+    for flag in ("eval_every 0", "n_iter 0", "epochs -1", "smoothing 2", "drop_path 1", "lr nan",
+                 "erase -1", "repeats 0", "adv_eps 1/0", "adv_eps 3", "seed -1", "batch_size 0"):
+        name, value = flag.split()
+        assert f"argument --{name}: {value}" in bad(f"--{flag}") or name == "adv_eps"
+    assert "--warmup_epochs 3: expected at most --epochs 2" in bad(
+        SMALL, "--epochs 2 --warmup_epochs 3")
+
+
+def test_zero_steps_train_nothing(capsys):
+    train(SMALL, "--max_steps 0 --out_dir a")
+    assert "no step was trained" in capsys.readouterr().out and not Path("a").exists()
+
+
+def of_its_node():
+    """Run main() as in the folder of this process's node."""
+    os.chdir(f"node{os.environ['RANK']}")
+    train_cls.main()
+
+
+@pytest.mark.parametrize("what", ["data", "flags"])
+def test_processes_with_other_data_or_flags_stop(what):
+    for rank in (0, 1):
+        write_photos(f"node{rank}/photos")
+    words = [*PHOTOS.split(), "--data_dir", "photos", "--epochs", "1"]
+    if what == "data":
+        Path("node1/photos/ant/3.png").unlink()
+        results = group_results(of_its_node, words)
+    else:
+        results = group_results(with_own_rate, words)
+    for code, _, err in results:
+        assert code == 1 and f"error: the processes have different {what}" in err
+    assert what == "data" or "'lr'" in err and "clip" not in err    # names what differs
+
+
+def with_own_rate():
+    """Run main() with another --lr per process."""
+    sys.argv += ["--lr", f"1e-{3 + int(os.environ['RANK'])}"]
+    of_its_node()
+
+
+real_compile = torch.compile
+
+
+def compile_eagerly(model, mode):
+    """Stand in for torch.compile: trace the model and its backward pass, but generate no code."""
+    return real_compile(model, backend="aot_eager")
+
+
+def test_two_compiled_processes_equal_one(monkeypatch):
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
+    run = [*SMALL, "--max_steps", "3", "--adv_eps", "2/255", "--adv_steps", "1"]
+    group(train_cls.main, [*run, "--compile", "--out_dir", "two"])
+    train(run, "--no-compile --out_dir one")
+    assert [*log("two").values()] == pytest.approx([*log("one").values()], abs=3e-5)
+
+
+def test_the_compiled_model_is_attacked(monkeypatch):
+    """Two graphs, to attack and to train, and the losses of the uncompiled model."""
+    graphs, backend = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return backend(graph, inputs)
+    compiling = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compiling(model, backend=count))
+    monkeypatch.setattr(common, "LOG_EVERY", 1)
+    for how in ("--compile", "--no-compile"):
+        train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --out_dir", [f"a{how}"], how)
+    assert [*log("a--compile").values()] == pytest.approx([*log("a--no-compile").values()], abs=1e-5)
+    assert len(graphs) == 2
