@@ -39,11 +39,13 @@ class FANConfig(ViTConfig):
 def stem(patch_size, dim):
     """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side."""
     steps = int(math.log2(patch_size))
-    widths = [3, *(dim >> i for i in reversed(range(steps)))]   # P=4: 3-96-192; NVlabs: 3-48-192
     layers = []
-    for i, o in zip(widths, widths[1:]):
-        conv = nn.Conv2d(i, o, 3, stride=2, padding=1, bias=False)
-        layers += [nn.Sequential(conv, nn.BatchNorm2d(o)), nn.GELU()]
+    inputs = 3
+    for i in reversed(range(steps)):
+        outputs = dim >> i                                      # P=4: 3-96-192; NVlabs: 3-48-192
+        conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        layers += [nn.Sequential(conv, nn.BatchNorm2d(outputs)), nn.GELU()]
+        inputs = outputs
     return nn.Sequential(*layers[:-1])
 
 
@@ -74,12 +76,17 @@ class TokenAttention(SelfAttention):
     """SelfAttention with layers `q` and `kv` instead of `qkv`. If keys are queries, `q` is None."""
 
     def make_projections(self, dim, bias):
-        self.q = nn.Linear(dim, dim, bias) if self.num_proj == 3 else None
+        self.q = None
+        if self.num_proj == 3:
+            self.q = nn.Linear(dim, dim, bias)
         self.kv = nn.Linear(dim, 2 * dim, bias)
 
     def project(self, x):
         k, v = (split(y, self.num_heads) for y in self.kv(x).chunk(2, 2))
-        return split(self.q(x), self.num_heads) if self.q else k, k, v
+        q = k
+        if self.q:
+            q = split(self.q(x), self.num_heads)
+        return q, k, v
 
 
 class ConvMlp(Mlp):
@@ -88,17 +95,24 @@ class ConvMlp(Mlp):
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, hidden_dim)
         self.gamma = nn.Parameter(torch.ones(hidden_dim))
-        conv1, conv2 = (nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
-                        for _ in range(2))
+        def depthwise():
+            return nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
+
+        conv1 = depthwise()
+        conv2 = depthwise()
         for conv in (conv1, conv2):
             nn.init.normal_(conv.weight, std=math.sqrt(2 / 9))
             nn.init.zeros_(conv.bias)
-        self.dwconv = nn.Sequential(OrderedDict(conv1=conv1, gelu=nn.GELU(),
-                                                bn=nn.BatchNorm2d(hidden_dim), conv2=conv2))
+        norm = nn.BatchNorm2d(hidden_dim)
+        layers = OrderedDict(conv1=conv1, gelu=nn.GELU(), bn=norm, conv2=conv2)
+        self.dwconv = nn.Sequential(layers)
 
     def forward(self, z):
-        u, side = self.fc1(z), math.isqrt(z.shape[1])
-        near = self.dwconv(u.transpose(1, 2).unflatten(2, (side, side))).flatten(2).transpose(1, 2)
+        u = self.fc1(z)
+        side = math.isqrt(z.shape[1])
+        grid = u.transpose(1, 2).unflatten(2, (side, side))                 # (B, C', side, side)
+        near = self.dwconv(grid)
+        near = near.flatten(2).transpose(1, 2)                              # (B, N, C')
         return self.fc2(u + self.gamma * near)
 
 
@@ -126,13 +140,21 @@ class ClassAttention(nn.Module):
     def __init__(self, dim, num_heads, symmetric):
         super().__init__()
         self.num_heads = num_heads
-        self.q = None if symmetric else nn.Linear(dim, dim)     # None: its query is its key
-        self.k, self.v, self.proj = (nn.Linear(dim, dim) for _ in range(3))
+        self.q = None                                           # its query is its key
+        if not symmetric:
+            self.q = nn.Linear(dim, dim)
+        self.k = nn.Linear(dim, dim)
+        self.v = nn.Linear(dim, dim)
+        self.proj = nn.Linear(dim, dim)
 
     def forward(self, z):
-        k, v = self.k(z), self.v(z)
-        q = self.q(z[:, :1]) if self.q else k[:, :1]
-        h = softmax_attention(*(split(y, self.num_heads) for y in (q, k, v)))
+        k = self.k(z)
+        v = self.v(z)
+        q = k[:, :1]
+        if self.q:
+            q = self.q(z[:, :1])
+        q, k, v = (split(y, self.num_heads) for y in (q, k, v))
+        h = softmax_attention(q, k, v)
         return self.proj(h.transpose(1, 2).flatten(2))
 
 
@@ -141,11 +163,12 @@ class FANBlock(Block):
 
     def __init__(self, c, attn, mlp):
         super().__init__(c.embed_dim, attn, mlp, c.drop_path, c.eps)
-        self.gamma1, self.gamma2 = (nn.Parameter(torch.ones(c.embed_dim)) for _ in range(2))
+        self.gamma1 = nn.Parameter(torch.ones(c.embed_dim))
+        self.gamma2 = nn.Parameter(torch.ones(c.embed_dim))
 
     def forward(self, x):
-        x = x + self.residual(self.gamma1 * self.attn(self.norm1(x)))
-        return x + self.residual(self.gamma2 * self.mlp(self.norm2(x)))
+        x = x + self.drop_samples(self.gamma1 * self.attn(self.norm1(x)))
+        return x + self.drop_samples(self.gamma2 * self.mlp(self.norm2(x)))
 
 
 class ClassBlock(FANBlock):
@@ -165,18 +188,22 @@ class FAN(ViT):
 
     def build(self, c):
         """Make patch_embed, pos_embed, blocks and cls_attn_blocks."""
-        C, H, hidden = c.embed_dim, c.num_heads, int(c.embed_dim * c.mlp_ratio)
-        how = dict(pap=c.pap, num_tokens=c.num_tokens)
-        symmetric = layer_attention(c.attn, 0, ()) == "symmetric"   # in layers without RPC
+        C = c.embed_dim
+        H = c.num_heads
+        hidden = int(C * c.mlp_ratio)
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.patch_embed.proj = stem(c.patch_size, C)
         self.pos_embed = Positions(c.image_size // c.patch_size, C)
-        self.blocks = nn.ModuleList(
-            FANBlock(c, TokenAttention(C, H, layer_attention(c.attn, i, c.rpc_layers), **how),
-                     ChannelGate(C, H, hidden))
-            for i in range(c.depth))
-        self.cls_attn_blocks = nn.ModuleList(
-            ClassBlock(c, ClassAttention(C, H, symmetric), Mlp(C, hidden)) for _ in range(2))
+        self.blocks = nn.ModuleList()
+        for i in range(c.depth):
+            name = layer_attention(c.attn, i, c.rpc_layers)
+            attn = TokenAttention(C, H, name, pap=c.pap, num_tokens=c.num_tokens)
+            self.blocks.append(FANBlock(c, attn, ChannelGate(C, H, hidden)))
+        symmetric = layer_attention(c.attn, 0, ()) == "symmetric"   # in layers without RPC
+        self.cls_attn_blocks = nn.ModuleList()
+        for _ in range(2):
+            attn = ClassAttention(C, H, symmetric)
+            self.cls_attn_blocks.append(ClassBlock(c, attn, Mlp(C, hidden)))
 
     def forward(self, images):
         x = self.patch_embed(self.normalise(images)) + self.pos_embed()     # (B, N, C)

@@ -18,7 +18,7 @@ from torch import nn
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
                        default_settings, layer_attention)
-from common import InputError
+from common import InputError, print0
 
 SIZES = {
     # for images of 32 px and patch_size=4, on a CPU: our scenes, CIFAR-10
@@ -52,8 +52,11 @@ class ViTConfig:
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
-        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
-        self.mean, self.std = tuple(self.mean), tuple(self.std)
+        self.rpc_layers = tuple(sorted(self.rpc_layers))
+        if self.attn not in LAYER_PATTERNS:
+            self.rpc_layers = ()
+        self.mean = tuple(self.mean)
+        self.std = tuple(self.std)
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         self.pap = default_settings(self.attn) | self.pap
         check_choice("init", self.init, ("trunc_normal", "default"))
@@ -81,7 +84,8 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def forward(self, x):
-        return self.drop(self.fc2(self.drop(F.gelu(self.fc1(x)))))
+        hidden = self.drop(F.gelu(self.fc1(x)))
+        return self.drop(self.fc2(hidden))
 
 
 class Block(nn.Module):
@@ -98,7 +102,7 @@ class Block(nn.Module):
         self.mlp = mlp
         self.drop_path = drop_path
 
-    def residual(self, x):
+    def drop_samples(self, x):
         """In training, set each sample to 0 with probability p; divide the others by 1 - p."""
         p = self.drop_path
         if not self.training or not p:
@@ -106,8 +110,8 @@ class Block(nn.Module):
         return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
 
     def forward(self, x):
-        x = x + self.residual(self.attn(self.norm1(x)))
-        return x + self.residual(self.mlp(self.norm2(x)))
+        x = x + self.drop_samples(self.attn(self.norm1(x)))
+        return x + self.drop_samples(self.mlp(self.norm2(x)))
 
 
 class PatchEmbed(nn.Module):
@@ -134,9 +138,12 @@ class ViT(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
         self.build(c)
         self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
-        self.head = nn.Linear(c.embed_dim, c.num_classes) if c.num_classes else nn.Identity()
-        self.register_buffer("mean", torch.tensor(c.mean).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(c.std).view(3, 1, 1), persistent=False)
+        self.head = nn.Identity()
+        if c.num_classes:
+            self.head = nn.Linear(c.embed_dim, c.num_classes)
+        for name, colour in (("mean", c.mean), ("std", c.std)):
+            colour = torch.tensor(colour).view(3, 1, 1)
+            self.register_buffer(name, colour, persistent=False)
         # Draw the class token and the position embeddings (a module in a FAN) from a truncated
         # normal, and with init="trunc_normal" also the weights of Linear layers.
         for token in (self.pos_embed, self.cls_token):
@@ -150,20 +157,23 @@ class ViT(nn.Module):
 
     def build(self, c):
         """Make patch_embed, pos_embed and blocks. FAN overrides this method."""
-        C, H, how = c.embed_dim, c.num_heads, dict(pap=c.pap, num_tokens=c.num_tokens)
+        C = c.embed_dim
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, C))
-        self.blocks = nn.ModuleList(
-            Block(C, SelfAttention(C, H, layer_attention(c.attn, i, c.rpc_layers), **how),
-                  Mlp(C, int(C * c.mlp_ratio)), c.drop_path * i / max(c.depth - 1, 1), c.eps)
-            for i in range(c.depth))
+        self.blocks = nn.ModuleList()
+        for i in range(c.depth):
+            name = layer_attention(c.attn, i, c.rpc_layers)
+            attn = SelfAttention(C, c.num_heads, name, pap=c.pap, num_tokens=c.num_tokens)
+            mlp = Mlp(C, int(C * c.mlp_ratio))
+            drop_path = c.drop_path * i / max(c.depth - 1, 1)
+            self.blocks.append(Block(C, attn, mlp, drop_path, c.eps))
 
     def normalise(self, images):
         """Check images (B, 3, S, S), float in [0, 1], and normalise their pixels."""
         size = self.config.image_size
         if images.shape[1:] != (3, size, size) or not images.is_floating_point():
-            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected float in "
-                             f"[0, 1] of shape (B, 3, {size}, {size})")
+            raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, expected "
+                             f"float in [0, 1] of shape (B, 3, {size}, {size})")
         return (images - self.mean) / self.std
 
     def forward(self, images):
@@ -201,8 +211,8 @@ def architecture(name):
 def classifier_from_checkpoint(checkpoint):
     """Rebuild the network of train_cls.py, a ViT or a FAN, in eval mode."""
     if checkpoint.get("task") != "classification":
-        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
-                         f"train_cls.py, for classification")
+        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one "
+                         f"of train_cls.py, for classification")
     Model, Config = architecture(checkpoint.get("architecture", "vit"))
     model = Model(Config(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
@@ -216,33 +226,52 @@ def load_timm(checkpoint):
     released code also stores its flags as "args". Assumed, because no file stores it: heads are 64
     wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
-    state = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
-    state = {re.sub(r"^(module\.)?(_orig_mod\.)?", "", name): w for name, w in state.items()}
-    # The released code stores S of Scaled Attention as attn.s.
-    state = {re.sub(r"\.attn\.s$", ".attn.learned.s", name): w for name, w in state.items()}
-    patch, C = state["patch_embed.proj.weight"].shape[-1], state["cls_token"].shape[-1]
+    wrapped = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
+    state = {}
+    for name, weight in wrapped.items():
+        name = re.sub(r"^(module\.)?(_orig_mod\.)?", "", name)
+        # The released code stores S of Scaled Attention as attn.s.
+        name = re.sub(r"\.attn\.s$", ".attn.learned.s", name)
+        state[name] = weight
+    patch_size = state["patch_embed.proj.weight"].shape[-1]
+    C = state["cls_token"].shape[-1]
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-
-    args, S = checkpoint.get("args"), state.get("blocks.0.attn.learned.s")
-    if S is not None:
-        how = dict(attn="scaled_s" if S.ndim == 3 else "scaled_alpha")
-    elif len(state["blocks.0.attn.qkv.weight"]) == 3 * C:
-        how = dict(attn="softmax")
-    elif not hasattr(args, "num_iter"):
-        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; the file does not "
-                         "store which: expected args with num_iter, lambd, robust and layer")
-    elif args.robust:
-        layer = getattr(args, "layer", 0)
-        how = dict(attn="rpc", rpc_layers=range(depth) if layer == -1 else (layer,),
-                   pap=dict(n_iter=args.num_iter, lambd=args.lambd, form="released"))
-    else:
-        how = dict(attn="symmetric")
     side = math.isqrt(state["pos_embed"].shape[1] - 1)
-    model = ViT(ViTConfig(
-        image_size=side * patch, patch_size=patch, embed_dim=C, depth=depth,
-        num_heads=max(1, C // 64), mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C,
-        num_classes=len(state["head.weight"]) if "head.weight" in state else 0, **how))
+    num_classes = 0
+    if "head.weight" in state:
+        num_classes = len(state["head.weight"])
+
+    config = ViTConfig(
+        **timm_attention(state, checkpoint.get("args")), image_size=side * patch_size,
+        patch_size=patch_size, embed_dim=C, depth=depth, num_heads=max(1, C // 64),
+        mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C, num_classes=num_classes)
+    model = ViT(config)
     model.load_state_dict(state)
-    print(f"{how['attn']} attention with {model.config.num_heads} heads; assumed: heads are 64 "
-          f"wide, eps 1e-6, mean and std of ImageNet")
+    print0(f"{config.attn} attention with {config.num_heads} heads; assumed: heads are 64 "
+           f"wide, eps 1e-6, mean and std of ImageNet")
     return model.eval()
+
+
+def timm_attention(state, args):
+    """Return the attention of weights with timm's names: dict(attn) or dict(attn, rpc_layers, pap).
+
+    state: {name: tensor}. args: the flags of the released code, or None.
+    """
+    S = state.get("blocks.0.attn.learned.s")
+    if S is not None:
+        if S.ndim == 3:
+            return dict(attn="scaled_s")
+        return dict(attn="scaled_alpha")
+    C = state["cls_token"].shape[-1]
+    if len(state["blocks.0.attn.qkv.weight"]) == 3 * C:
+        return dict(attn="softmax")
+    if not hasattr(args, "num_iter"):
+        raise InputError("qkv has 2C rows, so the attention is symmetric or RPC; the file does "
+                         "not store which: expected args with num_iter, lambd, robust and layer")
+    if not args.robust:
+        return dict(attn="symmetric")
+    layers = (getattr(args, "layer", 0),)
+    if layers == (-1,):                                 # in the released code: all layers
+        layers = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    pap = dict(n_iter=args.num_iter, lambd=args.lambd, form="released")
+    return dict(attn="rpc", rpc_layers=tuple(layers), pap=pap)
