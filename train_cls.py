@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
+from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
+                       key_statistics)
 from common import InputError, bar, natural, not_negative, positive, share
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data
@@ -72,14 +73,13 @@ def get_args():
          "RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
     flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
          "0-3 or all; layer 0 is the first (default: 0)")
-    flag("--n_iter", type=positive, default=4, help="steps of PAP, the algorithm in "
+    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
          "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
          "(default: 4)")
-    flag("--lambd", type=not_negative, default=4.0, help="PAP's lambda; the paper: 4 "
-         "with --rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4)")
-    flag("--form", choices=FORMS, default="released", help="PAP as in the released "
-         "code, as in the printed paper, or as in the paper with ADMM's sign "
-         "(default: released)")
+    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
+         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4; for rpca: 1)")
+    flag("--form", choices=FORMS, help="PAP as in the released code, as in the "
+         "printed paper, or as in the paper with ADMM's sign (default: released)")
     flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
          "are skipped in the last block; smaller in earlier blocks; in a FAN equal in "
          "all (default: 0)")
@@ -141,6 +141,9 @@ def get_args():
     recipes = {name: data.recipe for name, data in DATASETS.items()}
     args, checkpoint = common.parse_flags(p, recipes, default="shapes")
     reject_useless_flags(args, common.typed_flags(p))
+    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.resume:
         args.out_dir = args.resume
     else:
