@@ -48,7 +48,8 @@ def run(main):
             dist.destroy_process_group()
     except InputError as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
-        words = str(e).splitlines()[-1].removeprefix("common.InputError: ")
+        *_, words = str(e).splitlines()
+        words = words.removeprefix("common.InputError: ")
         sys.exit(f"error: {words}")
 
 
@@ -172,10 +173,12 @@ def parse_layers(text, depth):
 def new_run(folder):
     """Return `folder`. InputError if it already contains a run."""
     if Path(folder, "last.pt").exists():
-        raise InputError(f"{folder} holds a run; use --resume {folder}, or another --out_dir")
+        raise InputError(f"{folder} holds a run; use --resume {folder}, or another "
+                         f"--out_dir")
     if Path(folder, "log.jsonl").exists():
-        raise InputError(f"{folder} holds the log of a run that has no checkpoint yet; choose "
-                         f"another --out_dir, or delete {folder}/log.jsonl if no run is active")
+        raise InputError(f"{folder} holds the log of a run that has no checkpoint yet; "
+                         f"choose another --out_dir, or delete {folder}/log.jsonl if no "
+                         f"run is active")
     return folder
 
 
@@ -217,13 +220,21 @@ def same_everywhere(value, what):
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value)
-        if isinstance(value, dict):                     # name only the entries that differ
-            first = values[0]
-            same = [name for name in first if all(x[name] == first[name] for x in values)]
-            values = [{k: v for k, v in x.items() if k not in same} for x in values]
+        if isinstance(value, dict):
+            values = differing_entries(values)
         if any(other != values[0] for other in values):
             raise InputError(f"the processes have different {what}: {str(values):.300}; "
                              f"expected the same files and flags on every node")
+
+
+def differing_entries(dicts):
+    """Return dicts with the same keys without the entries that all of them have in common."""
+    first = dicts[0]
+    differ = []
+    for name in first:
+        if any(other[name] != first[name] for other in dicts):
+            differ.append(name)
+    return [dict(zip(differ, map(each.get, differ))) for each in dicts]
 
 
 def share_buffers(model):
@@ -252,8 +263,10 @@ def use_bf16(wanted, device):
     """
     amp = wanted
     if wanted is None:
-        amp = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    torch.set_float32_matmul_precision("high" if amp else "highest")
+        amp = (device.type == "cuda"
+               and torch.cuda.is_bf16_supported(including_emulation=False))
+    precision = "high" if amp else "highest"
+    torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = amp
     return amp
 
@@ -271,17 +284,19 @@ def use_compile(wanted, device):
     new_enough = torch.cuda.get_device_capability(device) >= (7, 0)
     if compiler and triton and new_enough:
         return True
-    print0("the model is not compiled: torch.compile needs Triton, a C compiler (gcc or clang) "
-           "and a GPU of compute capability 7.0 or more")
+    print0("the model is not compiled: torch.compile needs Triton, a C compiler (gcc or "
+           "clang) and a GPU of compute capability 7.0 or more")
     return False
 
 
 def check_batch_size(batch_size, world, n=math.inf):
     """Raise InputError unless the processes can share a batch evenly, and n images fill a batch."""
     if batch_size % world:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} processes")
+        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} "
+                         f"processes")
     if batch_size > n:
-        raise InputError(f"--batch_size {batch_size}: there are only {n} training images")
+        raise InputError(f"--batch_size {batch_size}: there are only {n} training "
+                         f"images")
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------
@@ -302,8 +317,8 @@ def start_log(args, step, model, device, **numbers):
     machine = origin(device)
     settings = dict(step=step, args=vars(args), parameters=parameters)
     append_row(path, settings | machine | numbers)
-    print0(f"{parameters:,} parameters | {machine['processes']} x {machine['hardware']} | "
-           f"{args.out_dir}, step {step}")
+    print0(f"{parameters:,} parameters | {machine['processes']} x "
+           f"{machine['hardware']} | {args.out_dir}, step {step}")
     return path
 
 
@@ -312,8 +327,8 @@ def create_log(path):
     try:
         open(path, "x").close()
     except FileExistsError:
-        raise InputError(f"{path} exists: another run has begun in this folder; choose another "
-                         f"--out_dir") from None
+        raise InputError(f"{path} exists: another run has begun in this folder; choose "
+                         f"another --out_dir") from None
 
 
 def cut_log(path, step):
@@ -355,8 +370,10 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
     logits. InputError if a loss or norm is not finite.
     """
     names = list(pending[0])
-    recent = torch.stack([row[name] for row in pending for name in names])
-    recent = recent.view(len(pending), len(names))                  # (steps, n)
+    columns = []
+    for name in names:
+        columns.append(torch.stack([row[name] for row in pending]))
+    recent = torch.stack(columns, 1)                                # (steps, n)
     if dist.is_initialized():
         recent = recent / dist.get_world_size()
         dist.all_reduce(recent)                                     # adds over processes
@@ -364,9 +381,10 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
     rate = batch_size * len(pending) / (time.perf_counter() - clock)
     for i, (loss, norm, *_) in enumerate(recent.tolist(), step - len(pending) + 1):
         if not math.isfinite(loss + norm):
-            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
-                             f"try a smaller --lr or --clip")
-    means = dict(zip(names, recent.mean(0).tolist()))
+            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm "
+                             f"{norm:.4g}; try a smaller --lr or --clip")
+    means = recent.mean(0).tolist()
+    means = dict(zip(names, means))
     row = {"step": step} | means | {f"{unit}_per_s": rate} | numbers
     append_row(path, row)
     print0(f"step {step:6d}  loss {means['loss']:.4f}  {rate:.0f} {unit}/s")
@@ -450,8 +468,9 @@ def resume(checkpoint, current, model, optimizer):
     stored = checkpoint | checkpoint["args"] | checkpoint["model_config"]
     for name, value in current.items():
         if stored.get(name) != value:
-            raise InputError(f"--resume cannot change {name}: it was {stored.get(name)!r:.60} and "
-                             f"is {value!r:.60}; resume with the same data and settings")
+            raise InputError(f"--resume cannot change {name}: it was "
+                             f"{stored.get(name)!r:.60} and is {value!r:.60}; resume with "
+                             f"the same data and settings")
     model.load_state_dict(checkpoint["model"])
     state = checkpoint["optimizer"]
     groups = []
@@ -464,8 +483,8 @@ def best_evaluation(checkpoint, folder):
     """Return the best evaluation of a resumed run, with its step; {} if best.pt is missing."""
     best = checkpoint.get("best", {})
     if best and not Path(folder, "best.pt").exists():
-        print0(f"--resume {folder}: best.pt of step {best['step']} is missing; the best of the "
-               f"next evaluations replaces it")
+        print0(f"--resume {folder}: best.pt of step {best['step']} is missing; the best "
+               f"of the next evaluations replaces it")
         return {}
     return best
 
@@ -474,8 +493,9 @@ def checksum(model):
     """Return the CRC-32 of a model's weights, which identifies them in a row: 8 hex digits."""
     crc = 0
     for tensor in model.state_dict().values():
-        array = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-        crc = zlib.crc32(array.tobytes(), crc)
+        flat = tensor.cpu().contiguous().flatten()
+        data = flat.view(torch.uint8).numpy()
+        crc = zlib.crc32(data.tobytes(), crc)
     return f"{crc:08x}"
 
 
