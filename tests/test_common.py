@@ -10,6 +10,7 @@ import torch
 
 import common
 from common import InputError, load, save, start_log
+from processes import finish, start
 
 
 def test_a_folders_best_checkpoint_is_loaded(tmp_path, monkeypatch):
@@ -163,3 +164,27 @@ def test_numbers_not_finite_are_named(tmp_path):
     pending[1]["grad_norm"] = torch.tensor(math.inf)
     with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
         common.log_steps(log, 8, pending, 0.0, 5, "images")
+
+
+def print_log_every():
+    print(common.LOG_EVERY)
+
+
+def test_spawned_processes_log_like_their_test(monkeypatch):
+    """On a GPU, processes are spawned, so they import common again."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(common, "LOG_EVERY", 3)
+    code, out, err = finish(start(print_log_every, []))
+    assert (code, out) == (0, "3\n"), err
+
+
+def test_the_suite_hides_the_gpu(pytestconfig):
+    if any("test_gpu" in word for word in pytestconfig.args):
+        pytest.skip("test_gpu.py is named, so the GPU is used")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_processes_name_the_entries_that_differ():
+    dicts = [dict(lr=1e-3, clip=1.0, seed=0), dict(lr=1e-4, clip=1.0, seed=0)]
+    assert common.differing_entries(dicts) == [dict(lr=1e-3), dict(lr=1e-4)]
+    assert common.differing_entries([dict(a=1), dict(a=1)]) == [{}, {}]
