@@ -49,22 +49,34 @@ def stem(patch_size, dim):
     return nn.Sequential(*layers[:-1])
 
 
+POSITION_SIZE = 32                                          # sines and cosines per row or column
+
+
+def position_code(side):
+    """Return sines and cosines of each patch's row and column, (1, 2 * 32, side * side, 1)."""
+    i = torch.arange(POSITION_SIZE)
+    place = torch.arange(1, side + 1) / (side + 1e-6) * 2 * math.pi
+    angle = place[:, None] / 10000 ** (2 * (i // 2) / POSITION_SIZE)        # (side, 32)
+    code = torch.where(i % 2 == 0, angle.sin(), angle.cos()).T              # (32, side)
+    code = torch.cat([code.repeat_interleave(side, 1), code.repeat(1, side)])       # (2 * 32, N)
+    return code[None, :, :, None]
+
+
 class Positions(nn.Module):
-    """Position embeddings (1, N, C): projected sines and cosines of each patch's row and column."""
+    """Position embeddings (1, N, C): a projection of `position_code`."""
 
     def __init__(self, side, dim):
         super().__init__()
-        size = 32
-        i = torch.arange(size)
-        place = torch.arange(1, side + 1) / (side + 1e-6) * 2 * math.pi
-        angle = place[:, None] / 10000 ** (2 * (i // 2) / size)             # (side, size)
-        code = torch.where(i % 2 == 0, angle.sin(), angle.cos()).T          # (size, side)
-        code = torch.cat([code.repeat_interleave(side, 1), code.repeat(1, side)])   # (2 size, N)
-        self.register_buffer("code", code[None, :, :, None], persistent=False)
-        self.token_projection = nn.Conv2d(2 * size, dim, 1)
+        self.side = side
+        self.register_buffer("code", position_code(side), persistent=False)
+        self.token_projection = nn.Conv2d(2 * POSITION_SIZE, dim, 1)
 
-    def forward(self):
-        return self.token_projection(self.code).flatten(2).transpose(1, 2)
+    def forward(self, side=None):
+        """side: patches per side of the grid (default: as in __init__)."""
+        code = self.code
+        if side not in (None, self.side):
+            code = position_code(side).to(self.code)
+        return self.token_projection(code).flatten(2).transpose(1, 2)
 
 
 def split(x, num_heads):

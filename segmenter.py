@@ -8,7 +8,7 @@ Strudel et al. 2021, `rstrudel/segmenter`. Details that the paper does not menti
     logits = model(images)        # (B, 3, h, w) in [0, 1] of any size -> (B, 150, h, w)
     classes = predict_classes(model.eval(), image, size=512, window=512, stride=480)     # (h, w)
 
-B batch, K classes, C width, P patch size, N tokens, class token included; h, w pixels.
+B batch, K classes, C width, P patch size, N patch tokens; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
     decoder attention      softmax                RPC in block 0,      decoder_attn: as in the fork
@@ -21,6 +21,7 @@ B batch, K classes, C width, P patch size, N tokens, class token included; h, w 
 
 import math
 from dataclasses import dataclass, fields
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,11 @@ from torch.utils.data import DataLoader
 from attention import SelfAttention, check_choice, layer_attention
 from common import InputError, bar, load, wide
 from data.masks import IGNORE, resize, resized
-from vit import (Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint, load_timm,
-                 resize_pos_embed)
+from fan import FAN, FAN_SIZES, FANConfig
+from vit import (SIZES, Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint,
+                 load_timm, resize_pos_embed)
+
+ENCODER_SIZES = SIZES | FAN_SIZES
 
 
 @dataclass
@@ -50,22 +54,73 @@ class SegmenterConfig(ViTConfig):
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
+    architecture: str = "vit"         # of the encoder: "vit" or "fan"
 
     def __post_init__(self):
         super().__post_init__()
-        plain = layer_attention(self.attn, 0, ())         # in layers without RPC-Attention
-        own = self.attn if self.attn == "rpc" else plain
         known = ("softmax", "symmetric", "rpc")
-        self.decoder_attn = self.decoder_attn or (own if own in known else "softmax")
+        if not self.decoder_attn:
+            plain = layer_attention(self.attn, 0, ())     # in layers without RPC-Attention
+            encoder_attn = self.attn if self.attn == "rpc" else plain
+            self.decoder_attn = encoder_attn if encoder_attn in known else "softmax"
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
         check_choice("decoder_attn", self.decoder_attn, known)
+        check_choice("architecture", self.architecture, ENCODERS)
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")
 
     @property
-    def encoder(self):                # the ViTConfig of the encoder, a ViT without a head
-        own = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
-        return ViTConfig(**own | dict(num_classes=0))
+    def encoder(self):                # the config of the encoder, which has no head
+        settings = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
+        settings["num_classes"] = 0
+        Config = FANConfig if self.architecture == "fan" else ViTConfig
+        return Config(**settings)
+
+
+# --- encoders: classifiers that return their patch tokens ----------------------------------------
+
+class ViTEncoder(ViT):
+    """A ViT without a head."""
+    left_out = ("head",)              # parts of a classifier that an encoder lacks
+
+    def tokens(self, x):
+        """Compute the patch tokens: normalised (B, 3, h, w) -> (B, h/P * w/P, C)."""
+        P = self.config.patch_size
+        grid = (x.shape[2] // P, x.shape[3] // P)
+        side = self.config.image_size // P
+        pos_embed = self.pos_embed
+        if grid != (side, side):
+            pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
+        x = self.patch_embed(x)                                     # as in ViT.forward
+        cls = self.cls_token[0].expand(x.shape[0], -1, -1)
+        x = torch.cat([cls, x], 1) + pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)[:, 1:]                                  # without the class token
+
+
+class FANEncoder(FAN):
+    """A FAN without a head, and without the class token, which joins after the blocks."""
+    left_out = ("head", "cls_token", "cls_attn_blocks")
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.cls_token
+        del self.cls_attn_blocks
+
+    def tokens(self, x):
+        """Compute the patch tokens: normalised (B, 3, h, h) -> (B, h/P * h/P, C)."""
+        if x.shape[2] != x.shape[3]:
+            raise ValueError(f"images of {x.shape[3]} x {x.shape[2]} pixels: a FAN needs "
+                             f"square images; use predict_classes, whose windows are square")
+        side = x.shape[2] // self.config.patch_size
+        x = self.patch_embed(x) + self.pos_embed(side)              # as in FAN.forward
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+ENCODERS = {"vit": ViTEncoder, "fan": FANEncoder}
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -79,29 +134,40 @@ class MaskDecoder(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        c, C, drop = config, config.embed_dim, config.decoder_dropout
+        C = config.embed_dim
         self.proj_dec = nn.Linear(C, C)
-        cls_emb = nn.init.trunc_normal_(torch.empty(1, c.num_classes, C), std=0.02)
+        cls_emb = nn.init.trunc_normal_(torch.empty(1, config.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
-        later = "symmetric" if c.decoder_attn == "rpc" else c.decoder_attn    # in blocks 1, ...
-        self.blocks = nn.ModuleList(
-            Block(C, SelfAttention(C, c.decoder_heads, later if i else c.decoder_attn, pap=c.pap,
-                                   attn_drop=drop, proj_drop=drop), Mlp(C, 4 * C, drop), eps=c.eps)
-            for i in range(c.decoder_depth))
-        self.decoder_norm = nn.LayerNorm(C, eps=c.eps)
+        blocks = [self.block(i, config) for i in range(config.decoder_depth)]
+        self.blocks = nn.ModuleList(blocks)
+        self.decoder_norm = nn.LayerNorm(C, eps=config.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
         self.proj_classes = nn.Parameter(C ** -0.5 * torch.randn(C, C))
-        self.mask_norm = nn.LayerNorm(c.num_classes, eps=c.eps)
+        self.mask_norm = nn.LayerNorm(config.num_classes, eps=config.eps)
+
+    def block(self, i, config):
+        """Make block i, counted from 0."""
+        C = config.embed_dim
+        drop = config.decoder_dropout
+        attn = config.decoder_attn
+        if attn == "rpc" and i > 0:
+            attn = "symmetric"
+        attention = SelfAttention(C, config.decoder_heads, attn, pap=config.pap,
+                                  attn_drop=drop, proj_drop=drop)
+        return Block(C, attention, Mlp(C, 4 * C, drop), eps=config.eps)
 
     def forward(self, x):
         B, n, _ = x.shape
-        x = torch.cat([self.proj_dec(x), self.cls_emb[0].expand(B, -1, -1)], 1)    # (B, n + K, C)
+        classes = self.cls_emb[0].expand(B, -1, -1)
+        x = torch.cat([self.proj_dec(x), classes], 1)               # (B, n + K, C)
         for block in self.blocks:
             x = block(x)
         x = self.decoder_norm(x)
-        p, c = x[:, :n] @ self.proj_patch, x[:, n:] @ self.proj_classes
-        p, c = p / p.norm(dim=-1, keepdim=True), c / c.norm(dim=-1, keepdim=True)
-        return self.mask_norm(p @ c.transpose(1, 2))                            # over the K classes
+        patches = x[:, :n] @ self.proj_patch
+        classes = x[:, n:] @ self.proj_classes
+        patches = patches / patches.norm(dim=-1, keepdim=True)
+        classes = classes / classes.norm(dim=-1, keepdim=True)
+        return self.mask_norm(patches @ classes.transpose(1, 2))    # over the K classes
 
 
 class Segmenter(nn.Module):
@@ -110,7 +176,7 @@ class Segmenter(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.encoder = ViT(config.encoder)
+        self.encoder = ENCODERS[config.architecture](config.encoder)
         self.decoder = MaskDecoder(config)
         for m in self.decoder.modules():
             if isinstance(m, nn.Linear):
@@ -121,26 +187,20 @@ class Segmenter(nn.Module):
         """Return one logit per class and patch, (B, K, ceil(h/P), ceil(w/P)), float32 or wider."""
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}, expected float in [0, 1]")
-        P, encoder = self.config.patch_size, self.encoder
+        P = self.config.patch_size
+        encoder = self.encoder
         x = (images - encoder.mean) / encoder.std
         x = F.pad(x, (0, -x.shape[3] % P, 0, -x.shape[2] % P))      # 0 is the mean colour
-        grid, own = (x.shape[2] // P, x.shape[3] // P), self.config.image_size // P
-        pos_embed = encoder.pos_embed
-        if grid != (own, own):
-            pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
-        x = encoder.patch_embed(x)                                  # as in ViT.forward
-        x = torch.cat([encoder.cls_token[0].expand(x.shape[0], -1, -1), x], 1) + pos_embed
-        for block in encoder.blocks:
-            x = block(x)
-        x = encoder.norm(x)                                         # (B, N, C)
-        x = self.decoder(x[:, 1:])                                  # (B, N - 1, K): no class token
+        grid = (x.shape[2] // P, x.shape[3] // P)
+        x = self.decoder(encoder.tokens(x))                         # (B, N, K)
         x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: faster loss
         return wide(x)
 
     def forward(self, images):
-        P, masks = self.config.patch_size, self.masks(images)
-        logits = F.interpolate(masks, scale_factor=P, mode="bilinear", align_corners=False)
-        return logits[..., :images.shape[2], :images.shape[3]]
+        h, w = images.shape[2:]
+        logits = F.interpolate(self.masks(images), scale_factor=self.config.patch_size,
+                               mode="bilinear", align_corners=False)
+        return logits[..., :h, :w]
 
 
 # --- inference: sliding windows -------------------------------------------------------------------
@@ -156,7 +216,14 @@ def view(image, size, window):
     h, w = x.shape[1:]
     if min(h, w) >= window:
         return x
-    return resize(x, (window, int(w / h * window)) if h < w else (int(h / w * window), window))
+    if h < w:
+        return resize(x, (window, int(w / h * window)))
+    return resize(x, (int(h / w * window), window))
+
+
+def window_starts(length, window, stride):
+    """Return the first pixels of the windows along a side; the last window ends at the border."""
+    return [*range(0, length - window, stride), length - window]
 
 
 @torch.no_grad()
@@ -167,16 +234,20 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
     pixels. The logits of a pixel are averaged over the windows that cover the pixel. The last
     windows end at the image's border.
     """
-    if window % model.config.patch_size or not 1 <= stride <= window:
-        raise InputError(f"window {window}, stride {stride}: expected a window that is a multiple "
-                         f"of the patch size {model.config.patch_size}, and 1 <= stride <= window")
-    x = view(image.to(next(model.parameters()).device), size, window)
-    tops, lefts = ([*range(0, side - window, stride), side - window] for side in x.shape[1:])
+    P = model.config.patch_size
+    if window % P or not 1 <= stride <= window:
+        raise InputError(f"window {window}, stride {stride}: expected a window that is a "
+                         f"multiple of the patch size {P}, and 1 <= stride <= window")
+    device = next(model.parameters()).device
+    x = view(image.to(device), size, window)
+    h, w = x.shape[1:]
+    corners = product(window_starts(h, window, stride), window_starts(w, window, stride))
     places = [(slice(top, top + window), slice(left, left + window))
-              for top in tops for left in lefts]
+              for top, left in corners]
     crops = torch.stack([x[:, rows, columns] for rows, columns in places])
     masks = torch.cat([model.masks(part) for part in crops.split(batch_size)])
-    logits, count = masks.new_zeros(masks.shape[1], *x.shape[1:]), masks.new_zeros(x.shape[1:])
+    logits = masks.new_zeros(masks.shape[1], h, w)
+    count = masks.new_zeros(h, w)
     for mask, (rows, columns) in zip(masks, places):
         logits[:, rows, columns] += resize(mask, (window, window))
         count[rows, columns] += 1
@@ -187,9 +258,11 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
 
 def confusion(prediction, truth, num_classes):
     """Count pixels per true class (row) and predicted class (column), without 255: (K, K) int64."""
-    keep = truth != IGNORE
-    t, p = truth[keep].long(), prediction[keep].long()
-    return torch.bincount(num_classes * t + p, minlength=num_classes ** 2).view(num_classes, -1)
+    labelled = truth != IGNORE
+    t = truth[labelled].long()
+    p = prediction[labelled].long()
+    pairs = torch.bincount(num_classes * t + p, minlength=num_classes ** 2)
+    return pairs.view(num_classes, -1)
 
 
 def scores(confusion):
@@ -203,17 +276,20 @@ def scores(confusion):
         return [None if math.isnan(x) else round(x, 4) for x in numbers.tolist()]
 
     m = confusion.cpu().double()                          # mps has no float64
-    right, truth, predicted = m.diagonal(), m.sum(1), m.sum(0)
+    right = m.diagonal()
+    truth = m.sum(1)
+    predicted = m.sum(0)
     accuracy = 100 * right / truth                                              # 0 / 0 is NaN
     iou = 100 * right / (truth + predicted - right)
-    means = plain(torch.stack([100 * right.sum() / m.sum(), accuracy.nanmean(), iou.nanmean()]))
-    return dict(zip(("pixel_accuracy", "mean_accuracy", "mean_iou"), means),
-                accuracy=plain(accuracy), iou=plain(iou))
+    pixel_accuracy = 100 * right.sum() / m.sum()
+    means = torch.stack([pixel_accuracy, accuracy.nanmean(), iou.nanmean()])
+    names = ("pixel_accuracy", "mean_accuracy", "mean_iou")
+    return dict(zip(names, plain(means)), accuracy=plain(accuracy), iou=plain(iou))
 
 
 @torch.no_grad()
-def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0, rank=0, world=1,
-             progress=None, **how):
+def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0, rank=0,
+             world=1, progress=None, **windows):
     """Evaluate a Segmenter on a data set. Returns `scores`.
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
@@ -221,20 +297,25 @@ def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0
     that corrupts an image before it is resized: change(images, [i]) takes image i of source,
     (1, 3, H, W) uint8, and returns the same shape and type. amp: compute in bf16. num_workers:
     decoding processes. rank, world: each process evaluates its share of the images, and returns the
-    scores on all images. progress: text of the progress bar. how: keywords of predict_classes.
+    scores on all images. progress: text of the progress bar. windows: size, window and stride of
+    predict_classes.
     """
-    index = list(range(len(source)) if index is None else index)
-    mine, K, training = index[rank::world], model.config.num_classes, model.training
+    if index is None:
+        index = range(len(source))
+    mine = list(index)[rank::world]
+    K = model.config.num_classes
+    training = model.training
     device = next(model.parameters()).device
     matrix = torch.zeros(K, K, dtype=torch.int64, device=device)
     loader = DataLoader(source, sampler=mine, batch_size=None, num_workers=num_workers)
+    loader = bar(loader, progress, total=len(mine), leave=False)
     model.eval()
-    for i, (image, label) in zip(mine, bar(loader, progress, total=len(mine), leave=False)):
+    for i, (image, label) in zip(mine, loader):
         image = image.to(device)
         if change:
             image = change(image[None], [i])[0]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            classes = predict_classes(model, image, **how)
+            classes = predict_classes(model, image, **windows)
         matrix += confusion(classes, label.to(device), K)
     model.train(training)
     if dist.is_initialized():
@@ -253,21 +334,50 @@ def segmenter_from_checkpoint(checkpoint):
     return model.eval()
 
 
-def load_encoder(model, path):
-    """Load the weights of a classifier, a ViT, except its head, into a Segmenter's encoder.
+def load_classifier(path):
+    """Load a network that can start an encoder. Returns (network, seen).
 
-    path: a checkpoint of train_cls.py, or a file with timm's names. InputError if the attentions
-    differ, because the weights would fit without an error.
+    path: a checkpoint of train_cls.py, or a ViT in a file with timm's names. seen: the `marks` of
+    the photos that its training used, as far as the file stores them.
     """
     checkpoint = load(path)
-    vit = (classifier_from_checkpoint if "task" in checkpoint else load_timm)(checkpoint)
-    own, there = ({name: getattr(c, name) for name in ("attn", "rpc_layers", "pap")}
-                  for c in (model.config, vit.config))
-    if own != there:
-        raise InputError(f"the attention of {path} is {there}, and the flags select {own}; choose "
-                         f"the same, or --backbone none for random weights")
-    state, side = vit.state_dict(), model.config.image_size // model.config.patch_size
-    state = {name: w for name, w in state.items() if not name.startswith("head.")}
-    if state["pos_embed"].shape[1] != 1 + side * side:
+    if "task" in checkpoint:
+        return classifier_from_checkpoint(checkpoint), checkpoint.get("seen", [])
+    return load_timm(checkpoint), []
+
+
+def encoder_size(config):
+    """Return the name in ENCODER_SIZES of a classifier's size. InputError for other sizes."""
+    for name, size in ENCODER_SIZES.items():
+        if all(getattr(config, setting) == value for setting, value in size.items()):
+            return name
+    raise InputError(f"width {config.embed_dim}, depth {config.depth} and {config.num_heads} "
+                     f"heads: expected one of the sizes {', '.join(ENCODER_SIZES)}")
+
+
+def load_encoder(model, classifier, path):
+    """Copy the weights of a classifier, except its head, into a Segmenter's encoder.
+
+    path: the classifier's file, for the message. InputError if the two networks differ in a
+    setting, because the weights could fit without an error.
+    """
+    wrong = []
+    for name in ("embed_dim", "depth", "num_heads", "patch_size", "attn", "rpc_layers", "pap"):
+        theirs = getattr(classifier.config, name)
+        ours = getattr(model.config, name)
+        if theirs != ours:
+            wrong.append(f"{name} is {theirs} in {path}, but {ours} by the flags")
+    if isinstance(classifier, FAN) != isinstance(model.encoder, FAN):
+        wrong.append(f"{path} is a {type(classifier).__name__}, but the flags select a "
+                     f"{type(model.encoder).__name__}")
+    if wrong:
+        raise InputError(f"--backbone: {'; '.join(wrong)}; choose the same, or --backbone none "
+                         f"for random weights")
+
+    left_out = model.encoder.left_out
+    state = {name: weight for name, weight in classifier.state_dict().items()
+             if name.split(".")[0] not in left_out}
+    side = model.config.image_size // model.config.patch_size
+    if "pos_embed" in state and state["pos_embed"].shape[1] != 1 + side * side:     # ViT only
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], (side, side), "bilinear")
     model.encoder.load_state_dict(state)
