@@ -54,7 +54,8 @@ class LMConfig:
                                       # (20000, 40000, 200000); (): softmax over all words
 
     def __post_init__(self):
-        self.rpc_layers = tuple(sorted(self.rpc_layers)) if self.attn in LAYER_PATTERNS else ()
+        in_some_layers = self.attn in LAYER_PATTERNS
+        self.rpc_layers = tuple(sorted(self.rpc_layers)) if in_some_layers else ()
         self.cutoffs = tuple(self.cutoffs)
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         self.pap = default_settings(self.attn) | dict(mu_over="seen") | self.pap
@@ -107,7 +108,8 @@ class LM(nn.Module):
         c = self.config = config
         self.adaptive = AdaptiveSoftmax(c.cutoffs, c.embed_dim) if c.cutoffs else None
         self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
-        self.register_buffer("positions", sinusoids(c.context, c.embed_dim), persistent=False)
+        positions = sinusoids(c.context, c.embed_dim)
+        self.register_buffer("positions", positions, persistent=False)
         self.drop = nn.Dropout(c.dropout)
 
         self.blocks = nn.ModuleList(
@@ -141,11 +143,13 @@ class LM(nn.Module):
 
     def nll(self, hidden, targets):
         """Compute the cross-entropy: (..., C), (...) int64 -> (...) nats, float32 or better."""
+        weight, bias = self.embed.weight, self.bias
         if self.adaptive:
-            return self.adaptive.nll(hidden, targets, self.embed.weight, self.bias)
-        logits = wide(F.linear(hidden, self.embed.weight, self.bias))           # (..., V)
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(),
-                               reduction="none").view(targets.shape)
+            return self.adaptive.nll(hidden, targets, weight, bias)
+        if targets.numel() * len(weight) <= MAX_LOGITS:
+            return linear_nll(hidden, weight, bias, targets)
+        nats = chunked_nll(hidden.flatten(0, -2), weight, bias, targets.flatten())
+        return nats.view(targets.shape)
 
     def log_probs(self, hidden):
         """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
@@ -162,8 +166,8 @@ class LM(nn.Module):
         """
         c = self.config
         if c.reads_the_future:
-            raise InputError("mu_over='all' lets the model read the future, so it cannot write a "
-                             "text; expected a model with mu_over='seen' or 'token'")
+            raise InputError("mu_over='all' lets the model read the future, so it cannot "
+                             "write a text; expected mu_over='seen' or 'token'")
         for _ in range(num_tokens):
             hidden = self.hidden(tokens[:, -c.context:])[:, -1]
             scores = self.log_probs(hidden) / temperature                # (B, V)
@@ -186,15 +190,18 @@ def reads_the_future(model):
     Runs the model on two texts that agree in the first half and differ in every later word. It
     finds mu_over="all" only if S is not zero, which can need some training.
     """
-    c, training = model.config, model.training
-    half, words = c.context // 2, torch.Generator().manual_seed(0)
+    c = model.config
+    training = model.training
+    half = c.context // 2
+    words = torch.Generator().manual_seed(0)
     one = torch.randint(c.vocab_size, (2, c.context), generator=words)
     other = one.clone()
     other[:, half:] = (one[:, half:] + c.vocab_size // 2) % c.vocab_size
     device = model.embed.weight.device
     one, other = (model.eval().hidden(t.to(device))[:, :half] for t in (one, other))
     model.train(training)
-    return bool(((one - other).abs() > 1e-5 * one.abs().amax()).any())
+    difference = (one - other).abs().amax()
+    return bool(difference > 1e-5 * one.abs().amax())
 
 
 # --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
@@ -217,8 +224,10 @@ class AdaptiveSoftmax(nn.Module):
     def layers(self, weight, bias):
         """Return [(weight, bias), ...] of the head and of each cluster."""
         sizes = [high - low for low, high in pairwise((0, *self.cutoffs, len(weight)))]
-        (W, *weights), (b, *biases) = weight.split(sizes), bias.split(sizes)
-        W, b = torch.cat([W, self.cluster_weight]), torch.cat([b, self.cluster_bias])
+        W, *weights = weight.split(sizes)
+        b, *biases = bias.split(sizes)
+        W = torch.cat([W, self.cluster_weight])
+        b = torch.cat([b, self.cluster_bias])
         return [(W, b), *zip(weights, biases)]
 
     def nll(self, hidden, targets, weight, bias):
@@ -226,12 +235,14 @@ class AdaptiveSoftmax(nn.Module):
 
         Do not use torch.compile on this function, because shapes inside depend on the targets.
         """
-        h, t = hidden.reshape(-1, hidden.shape[-1]), targets.flatten()
+        h = hidden.reshape(-1, hidden.shape[-1])
+        t = targets.flatten()
         cluster = sum((t >= c).long() for c in self.cutoffs)            # (N,), 0: in the head
         (W, b), *tails = self.layers(weight, bias)
         nll = chunked_nll(h, W, b, torch.where(cluster > 0, len(W) - cluster, t))
         # split needs the sizes on the CPU, so tolist waits for the GPU.
-        sizes = torch.stack([(cluster == i).sum() for i in range(1 + len(tails))]).tolist()
+        sizes = [(cluster == i).sum() for i in range(1 + len(tails))]
+        sizes = torch.stack(sizes).tolist()
         _, *rows = cluster.argsort(stable=True).split(sizes)
         for low, (W, b), r in zip(self.cutoffs, tails, rows):
             tail = chunked_nll(h.index_select(0, r), W, b, t[r] - low)
@@ -246,19 +257,33 @@ class AdaptiveSoftmax(nn.Module):
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
 
 
+MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 GiB in float32
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
 MIN_ROWS = 64                             # rows per chunk; every chunk adds a gradient of W
+NO_WORD = 2 ** 31                         # an id of no word: every target counts
+
+
+def linear_nll(h, W, b, t):
+    """Compute the cross-entropy of logits h W^T + b: h (..., C), W (V, C), targets t (...) -> (...).
+
+    A target that is no word is an error; PyTorch's default would give -100 the loss 0.
+    """
+    logits = wide(F.linear(h, W, b)).flatten(0, -2)                             # (N, V)
+    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=NO_WORD)
+    return nats.view(t.shape)
 
 
 def chunked_nll(h, W, b, t):
-    """Compute the cross-entropy (N,) of logits h W^T + b and targets t (N,); h (N, C), W (V, C).
+    """Compute linear_nll of h (N, C) and t (N,) without storing all (N, V) logits.
 
-    Never stores all (N, V) logits, which take 26 GB for one batch of the paper: computes them in
-    chunks of rows, and again in the backward pass. N may be 0.
+    The logits of one batch of the paper take 26 GB. This function computes them in chunks of rows,
+    and again in the backward pass. N may be 0.
     """
     def nll(h, t):      # autocast casts W in here, so gradients of W are summed in float32
-        return F.cross_entropy(wide(F.linear(h, W, b)), t, reduction="none")
+        return linear_nll(h, W, b, t)
 
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)
-    return torch.cat([checkpoint(nll, *rows, use_reentrant=False, preserve_rng_state=False)
-                      for rows in zip(h.split(size), t.split(size))])
+    chunks = zip(h.split(size), t.split(size))
+    nats = [checkpoint(nll, rows, targets, use_reentrant=False, preserve_rng_state=False)
+            for rows, targets in chunks]
+    return torch.cat(nats)

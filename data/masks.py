@@ -11,6 +11,7 @@ The training transforms and their order come from mmsegmentation 0.14.1 and
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +20,13 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar
-from data.images import (IMAGE_EXTENSIONS, choose_part, composed_name, file_pixels, image_hashes,
-                         list_files, part_folders, read_image, send)
+from data.images import (IMAGE_EXTENSIONS, choose_part, composed_name, file_pixels,
+                         image_hashes, list_files, part_folders, read_image, send)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
-CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car",
-                  "pedestrian", "bicyclist"]
+CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence",
+                  "car", "pedestrian", "bicyclist"]
 IGNORE = 255                                 # label of pixels that belong to no class
 REDRAWS = 10                                 # tries to replace a crop with little variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
@@ -33,26 +34,34 @@ VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop,
 
 # --- sources --------------------------------------------------------------------------------------
 
-def load_segmentation(args, parts, classes=None, seen=()):
+def load_segmentation(args, parts, classes=None, seen=(), rules=None):
     """Load parts of the images that train_seg.py's flags select: a list of Scenes or SegTrees.
 
     parts: "train"; "test"; "val", which is the test part except in your own folder; or "all", see
-    data.images.choose_part. classes, seen: see own_folder.
+    data.images.choose_part. classes, seen, rules: see own_folder.
     """
     if args.data == "folder":
-        return own_folder(args.data_dir, parts, classes, seen)
+        return own_folder(args.data_dir, parts, classes, seen, rules)
+    return [load_part(args, part) for part in parts]
+
+
+def load_part(args, part):
+    """Load one part of scenes, or of a data set in ADE20K's layout."""
     if args.data == "shapes":
-        n = args.num_images
-        return [Scenes(part, n if part == "train" else max(n // 10, 1), args.size)
-                for part in parts]
+        test_images = max(args.num_images // 10, 1)
+        num_images = args.num_images if part == "train" else test_images
+        return Scenes(part, num_images, args.size)
+    if not args.data_dir:
+        raise InputError(f"--data {args.data} needs --data_dir")
     names = CAMVID_CLASSES if args.data == "camvid" else ()
-    return [ade20k(args.data_dir, "training" if part == "train" else "validation",
-                   args.num_classes, names) for part in parts]
+    split = "training" if part == "train" else "validation"
+    return ade20k(args.data_dir, split, args.num_classes, names)
 
 
 class Scenes(TensorDataset):
     """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
     hashes = []
+    rules = None
 
     def __init__(self, split, num_images, size):
         self.images, _, classes, self.labels, _ = load_shapes(split, num_images, size)
@@ -60,15 +69,25 @@ class Scenes(TensorDataset):
         self.classes = ["background", *classes]
 
 
+class MaskRules(NamedTuple):
+    """The meaning of the values in your own masks. A checkpoint stores it for evaluations."""
+    palette: str                      # colours of the values in hex digits; "": grey images
+    label_of_255: int | None          # 1 or IGNORE; None: the value 255 does not occur
+
+
 class SegTree(Dataset):
     """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
 
     files: [(image path, annotation path)]. first: the value of class 0; with 1, the value 0 is
-    ignored. last: the label of the value 255. hashes: `image_hashes` of your own images.
+    ignored. last: the label of the value 255. hashes: `image_hashes` of your own images. rules: the
+    MaskRules of your own images.
     """
 
-    def __init__(self, files, classes, first=0, last=IGNORE, hashes=()):
-        self.files, self.classes, self.hashes = files, list(classes), list(hashes)
+    def __init__(self, files, classes, first=0, last=IGNORE, hashes=(), rules=None):
+        self.files = files
+        self.classes = list(classes)
+        self.hashes = list(hashes)
+        self.rules = rules
         self.label_of = torch.arange(256, dtype=torch.uint8) - first        # 0 - 1 = 255
         self.label_of[255] = last
 
@@ -77,15 +96,17 @@ class SegTree(Dataset):
 
     def __getitem__(self, i):
         image_path, path = self.files[i]
-        image, values = read_image(image_path), read_annotation(path)[0]
+        image = read_image(image_path)
+        values, _ = read_annotation(path)
         if values.shape != image.shape[1:]:
-            (h, w), (H, W) = values.shape, image.shape[1:]
+            h, w = values.shape
+            H, W = image.shape[1:]
             raise InputError(f"{path} has {w} x {h} pixels, but its image has {W} x {H}")
         label = self.label_of[values.long()]
         wrong = (label >= len(self.classes)) & (label != IGNORE)
         if wrong.any():
-            raise InputError(f"{path} contains the value {values[wrong].max()}, but there are only "
-                             f"{len(self.classes)} classes")
+            raise InputError(f"{path} contains the value {values[wrong].max()}, but there "
+                             f"are only {len(self.classes)} classes")
         return image, label
 
 
@@ -93,13 +114,15 @@ def read_annotation(path):
     """Read an 8-bit PNG of one channel, upright: values (H, W) uint8, palette as bytes or b""."""
     try:
         image = ImageOps.exif_transpose(Image.open(path))
-        mode, values, palette = image.mode, np.array(image), bytes(image.getpalette() or [])
+        mode = image.mode
+        values = np.array(image)
+        palette = bytes(image.getpalette() or [])
         bits = np.fromfile(path, np.uint8, 25)[24]      # Pillow scales grey values of fewer bits
     except Exception as error:                          # Pillow raises many types
         raise InputError(f"cannot read {path}: {error}") from None
     if mode != "P" and (mode, bits) != ("L", 8):
-        raise InputError(f"{path} has the mode {mode} and {bits} bits, expected an 8-bit PNG of "
-                         f"one channel (mode L or P): each pixel's value is its class")
+        raise InputError(f"{path} has the mode {mode} and {bits} bits, expected an 8-bit "
+                         f"PNG of one channel (mode L or P): each pixel's value is its class")
     return torch.from_numpy(values), palette
 
 
@@ -114,8 +137,8 @@ def pairs(root, split=""):
     images, annotations = found
     alone = sorted(images.keys() ^ annotations.keys())
     if alone:
-        raise InputError(f"{root}: {len(alone)} files have no partner in images/ or annotations/, "
-                         f"for example {alone[0]}.*")
+        raise InputError(f"{root}: {len(alone)} files have no partner in images/ or "
+                         f"annotations/, for example {alone[0]}.*")
     return [(path, annotations[name]) for name, path in images.items()]
 
 
@@ -125,7 +148,8 @@ def listed_classes(root):
     lines = path.read_text("utf-8-sig").splitlines() if path.exists() else []
     names = [composed_name(line.strip()) for line in lines if line.strip()]
     if len({*names}) < len(names):
-        raise InputError(f"{path} lists a name twice, expected different names: {names[:9]}")
+        raise InputError(f"{path} lists a name twice, expected different names: "
+                         f"{names[:9]}")
     return names
 
 
@@ -138,56 +162,128 @@ def ade20k(root, split, num_classes=None, names=()):
         names = [f"class {k}" for k in range(num_classes or 0)]
     names = listed_classes(root) or names
     if num_classes not in (None, len(names)):
-        raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} classes")
+        raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} "
+                         f"classes")
     return SegTree(pairs(root, split), names, first=1)
 
 
-def own_folder(root, parts, classes=None, seen=()):
+def own_folder(root, parts, classes=None, seen=(), rules=None):
     """Load parts of your own folder, root/images and root/annotations: a list of SegTrees.
 
+    parts: as in load_segmentation, "train" first: later parts have no copies of its images.
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
-    classes: in an evaluation, the network's classes; the folder may lack some of them. seen:
-    `image_hashes` of images that are left out, because the network was trained on them.
+    In an evaluation, `classes`, `seen` and `rules` are the network's. classes: the folder may lack
+    some of them. seen: `image_hashes` of images that are left out, because the network was trained on
+    them. rules: the MaskRules of the training, which the folder must follow.
     """
-    folders = part_folders(os.path.join(root, "images"))
-    found = {part: {"": pairs(root, os.path.basename(path) if part else "")}
-             for part, path in folders.items()}
-    values, palettes, seen = set(), {}, {*seen}
-    for _, path in bar(sum((group[""] for group in found.values()), []), "reading annotations",
-                       leave=False):
+    found = {}
+    annotations = []
+    for part, path in part_folders(os.path.join(root, "images")).items():
+        split = os.path.basename(path) if part else ""
+        files = pairs(root, split)
+        found[part] = {"": files}
+        annotations += [annotation for _, annotation in files]
+    values, palette = read_values(annotations, rules)
+    if rules is None:
+        binary = values == {0, IGNORE}
+        must_match = binary or not classes
+        label_of_255 = None
+        if IGNORE in values:
+            label_of_255 = 1 if binary else IGNORE
+        rules = MaskRules(palette.hex(), label_of_255)
+    else:
+        must_match = False
+        check_255(root, values, rules)
+    last = rules.label_of_255 or IGNORE
+    names = folder_classes(root, values, last, classes, must_match)
+
+    seen = {*seen}
+    trees = []
+    for part in parts:
+        files = choose_part(found, part, image_name, image_content)
+        if not files:
+            raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
+        marked = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
+        files = [pair for pair in files if not marked[pair] & seen]
+        if not files:
+            raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
+                             f"in training, or are copies of training images")
+        hashes = []
+        for pair in files:
+            hashes += sorted(marked[pair])
+        if part == "train":                     # a copy of a training image is in no other part
+            seen.update(hashes)
+        trees.append(SegTree(files, names, last=last, hashes=hashes, rules=rules))
+    return trees
+
+
+def image_name(pair):
+    """Return the name by which choose_part orders a pair (image path, annotation path)."""
+    return Path(pair[0]).stem
+
+
+def image_content(pair):
+    """Return what choose_part compares to find copies of an image."""
+    return file_pixels(pair[0]) or pair
+
+
+def read_values(paths, rules):
+    """Read annotations. Returns the set of all their values, and their common palette.
+
+    rules: the MaskRules of a network's training, or None. InputError if palettes differ.
+    """
+    values = set()
+    palettes = {}                               # {palette: a file that has it}
+    if rules is not None:
+        palettes[bytes.fromhex(rules.palette)] = "the network's training masks"
+    for path in bar(paths, "reading annotations", leave=False):
         stored, palette = read_annotation(path)
         values.update(stored.unique().tolist())
         palettes.setdefault(palette, path)
     if len(palettes) > 1:
-        raise InputError(f"{' and '.join([*palettes.values()][:2])} have different palettes; save "
-                         f"all annotations with one palette, or as grey images")
+        first, second, *_ = palettes.values()
+        raise InputError(f"{first} and {second} have different palettes; save all "
+                         f"annotations with one palette, or as grey images")
+    return values, next(iter(palettes), b"")
 
-    binary, names = values == {0, IGNORE}, listed_classes(root)
-    count = 2 if binary else 1 + max(values - {IGNORE}, default=0)
+
+def check_255(root, values, rules):
+    """Raise InputError if masks use the value 255 otherwise than the training, whose rules apply.
+
+    values: all values of the masks in the folder `root`.
+    """
+    start = f"--data_dir {root}: the annotations contain the values {sorted(values)[:9]}"
+    if rules.label_of_255 == 1 and {1, IGNORE} <= values:
+        raise InputError(f"{start}, but the network was trained on masks in which 255 is "
+                         f"class 1; expected the values 0 and 255")
+    if rules.label_of_255 is None and values == {0, IGNORE}:
+        raise InputError(f"{start}, but the network was trained on masks without 255; "
+                         f"expected 1 for class 1")
+
+
+def folder_classes(root, values, last, classes, must_match):
+    """Return the class names of your own folder. InputError if the values do not fit.
+
+    values: of the annotations. last: the label of the value 255. classes: of the network that is
+    evaluated, or None. must_match: whether every class must occur.
+    """
+    names = listed_classes(root)
+    labels = {last if value == IGNORE else value for value in values}
+    count = 1 + max(labels - {IGNORE}, default=0)
     expected = len(classes or names) or count
-    if count > expected or count < expected and (binary or not classes):
+    if count > expected or must_match and count < expected:
         raise InputError(f"--data_dir {root}: the annotations contain the values "
-                         f"{sorted(values)[:9]}, expected {expected} classes, 0 to {expected - 1}")
-    names = names or [f"value {k}" for k in range(expected)]
-
-    trees = []
-    for part in parts:
-        files = choose_part(found, part, lambda pair: Path(pair[0]).stem,
-                            lambda pair: file_pixels(pair[0]) or pair)
-        marked = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
-        files = [pair for pair in files if not marked[pair] & seen]
-        if not files:
-            raise InputError(f"--data_dir {root}: the network was trained on all images")
-        hashes = [name for pair in files for name in sorted(marked[pair])]
-        trees.append(SegTree(files, names, last=1 if binary else IGNORE, hashes=hashes))
-    return trees
+                         f"{sorted(values)[:9]}, expected {expected} classes, 0 to "
+                         f"{expected - 1}")
+    return names or [f"value {k}" for k in range(expected)]
 
 
 # --- training views -------------------------------------------------------------------------------
 
 def resize(x, size):
     """Resize (C, h, w) to (C, *size), bilinear without antialiasing; uint8 stays uint8."""
-    return F.interpolate(x[None], size=tuple(size), mode="bilinear", align_corners=False)[0]
+    size = tuple(size)
+    return F.interpolate(x[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
 def resized(height, width, long, short):
@@ -208,7 +304,8 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     H, W = resized(*label.shape, int(4 * size * r), int(size * r))
     rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
     columns = torch.arange(W) * label.shape[1] // W
-    h, w = min(size, H), min(size, W)
+    h = min(size, H)
+    w = min(size, W)
     for i in range(1 + REDRAWS):
         top = int(draw[1 + 2 * i] * (H - h + 1))
         left = int(draw[2 + 2 * i] * (W - w + 1))
@@ -218,7 +315,8 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
             break
     image = resize(image, (H, W))[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:
-        image, crop = image.flip(2), crop.flip(1)
+        image = image.flip(2)
+        crop = crop.flip(1)
     padding = (0, size - w, 0, size - h)
     return F.pad(image, padding).contiguous(), F.pad(crop, padding, value=IGNORE), h, w
 
@@ -231,22 +329,32 @@ class TrainingViews(Dataset):
     """
 
     def __init__(self, source, size, scales=(0.5, 2.0), seed=0, distorted=True):
-        self.source, self.size, self.scales, self.seed = source, size, scales, seed
+        self.source = source
+        self.size = size
+        self.scales = scales
+        self.seed = seed
         self.distorted = distorted
 
     def __getitem__(self, key):
         position, index = key
-        draw = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)[0].tolist()
-        image, label, h, w = training_view(*self.source[index], draw, self.size, self.scales)
+        image, label = self.source[index]
+        draws = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)
+        view = training_view(image, label, draws[0].tolist(), self.size, self.scales)
+        image, label, h, w = view
         if self.distorted:
-            from torchvision.transforms.v2 import ColorJitter, RandomApply
-            inner = image[:, :h, :w]
-            with torch.random.fork_rng(devices=[]):     # torchvision has no argument `generator`
-                torch.manual_seed(seed_from(self.seed, DISTORT, position))
-                for change in (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
-                               ColorJitter(saturation=0.5), ColorJitter(hue=0.1)):
-                    inner.copy_(RandomApply([change], p=0.5)(inner))
+            image[:, :h, :w] = self.distort(image[:, :h, :w], position)
         return image, label, (h, w)
+
+    def distort(self, image, position):
+        """Change the colours of an image (3, h, w) uint8 at random; position is the seed."""
+        from torchvision.transforms.v2 import ColorJitter, RandomApply
+        changes = (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
+                   ColorJitter(saturation=0.5), ColorJitter(hue=0.1))
+        with torch.random.fork_rng(devices=[]):         # torchvision has no argument `generator`
+            torch.manual_seed(seed_from(self.seed, DISTORT, position))
+            for change in changes:
+                image = RandomApply([change], p=0.5)(image)
+        return image
 
 
 def finish_views(images, height, width, mean):

@@ -15,6 +15,7 @@ import platform
 import re
 import zlib
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 from unicodedata import normalize
@@ -29,8 +30,10 @@ from data.rng import TEXT_WINDOW, uniform
 SPLITS = ("train", "valid", "test")
 EOS, UNK = "<eos>", "<unk>"
 MIN_COUNT = 3                                   # rarer words of the training text become <unk>
+LINE_WORDS = 8                                  # shorter lines may be equal by chance
 # folders of Python's library whose docstrings are not part of the text "pydoc"
-NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages",
+             "dist-packages"}
 
 
 # --- words to ids ---------------------------------------------------------------------------------
@@ -40,18 +43,24 @@ class Vocabulary(dict):
 
     def __init__(self, words):
         self.words = list(words)
-        super().__init__(zip(self.words, range(len(self.words))))
+        super().__init__({word: i for i, word in enumerate(self.words)})
 
     def __missing__(self, word):
         if UNK not in self:
-            raise InputError(f"the word {word!r} is not in the vocabulary; use its words, or train "
-                             f"on a text that contains {UNK}")
+            raise InputError(f"the word {word!r} is not in the vocabulary; use its words, or "
+                             f"train on a text that contains {UNK}")
         return self[UNK]
 
     def encode_lines(self, lines):
         """Return the ids of the words in the lines, (n,) uint32, with <eos> after each line."""
-        words = (word for line in lines for word in (*line.split(), EOS))
-        return np.fromiter(map(self.__getitem__, words), "<u4")
+        return np.fromiter(self.ids(lines), "<u4")
+
+    def ids(self, lines):
+        """Yield the ids of encode_lines."""
+        for line in lines:
+            for word in line.split():
+                yield self[word]
+            yield self[EOS]
 
 
 class Corpus(NamedTuple):
@@ -74,10 +83,18 @@ def read_lines(path):
             raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
 
 
+def count_words(lines):
+    """Count how often each word occurs in the lines, a Counter."""
+    counts = Counter()
+    for line in lines:
+        counts.update(line.split())
+    return counts
+
+
 def load_corpus(folder):
     """Load the texts of a folder. Ids: <eos>, then the words of the training by falling count."""
     texts = [read_lines(token_file(folder, split)) for split in SPLITS]
-    counts = Counter(word for line in texts[0] for word in line.split())
+    counts = count_words(texts[0])
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
     vocab = Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])    # a stable order
     return Corpus(*map(vocab.encode_lines, texts), vocab)
@@ -85,14 +102,25 @@ def load_corpus(folder):
 
 # --- other texts, written as token files ----------------------------------------------------------
 
+def is_spaced(data_dir):
+    """Return whether the words of a text are separated by `spaced`; token files stay as they are.
+
+    data_dir: a text file, a folder of token files, or None for the text pydoc.
+    """
+    return not (data_dir and Path(data_dir).is_dir())
+
+
 def text_folder(data, data_dir):
     """Return the folder of token files for --data and --data_dir; the latter may be a text file."""
     if data_dir and Path(data_dir).is_dir():
         return Path(data_dir)
     if data_dir:                                # convert it each time: it may have changed
-        parts, whole = split_text(data_dir), Path(data_dir).resolve()
-        folder = Path("out", "cache", f"{whole.stem}_{zlib.crc32(os.fsencode(whole)):08x}")
-        write_tokens(folder, {split: list(map(spaced, part)) for split, part in parts.items()})
+        path = Path(data_dir).resolve()
+        folder = Path("out", "cache", f"{path.stem}_{zlib.crc32(os.fsencode(path)):08x}")
+        parts = {}
+        for split, paragraphs in split_text(data_dir).items():
+            parts[split] = [spaced(paragraph) for paragraph in paragraphs]
+        write_tokens(folder, parts)
         return folder
     if data == "pydoc":
         return pydoc_folder("out/cache")
@@ -107,59 +135,107 @@ def spaced(text):
 def write_tokens(folder, parts):
     """Write {split: lines} as wiki.*.tokens. Words that are rare in the training become <unk>."""
     folder.mkdir(parents=True, exist_ok=True)
-    counts = Counter(word for line in parts["train"] for word in line.split())
-    if min(counts.values()) >= MIN_COUNT:
-        parts["train"] = [*parts["train"], UNK]                     # valid or test may need <unk>
+    counts = count_words(parts["train"])
     for split in SPLITS:
-        kept = [[w if counts[w] >= MIN_COUNT else UNK for w in line.split()]
-                for line in parts[split]]
-        text = "".join(" ".join(["", *line, "\n"]) for line in kept)
+        lines = []
+        for line in parts[split]:
+            words = [word if counts[word] >= MIN_COUNT else UNK for word in line.split()]
+            lines.append(" ".join(["", *words, "\n"]))
+        if split == "train" and min(counts.values()) >= MIN_COUNT:
+            lines.append(f" {UNK} \n")                      # valid or test may need <unk>
         with replacing(token_file(folder, split)) as tmp:
-            tmp.write_bytes(text.encode())
+            tmp.write_bytes("".join(lines).encode())
 
 
-def split_text(path):
-    """Split the paragraphs of a text file: 90 % train, the next 5 % valid, the last 5 % test.
+def read_paragraphs(path):
+    """Read the paragraphs of a text file that contain a word, a list.
 
     Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
     text = "\n".join(read_lines(path))
     for mark in (r"\n\s*\n", "\n"):
-        found = [part for part in re.split(mark, text) if spaced(part)]
-        if len(found) >= 20:
+        paragraphs = [part for part in re.split(mark, text) if spaced(part)]
+        if len(paragraphs) >= 20:
             break
-    a, b = len(found) * 90 // 100, len(found) * 95 // 100
-    return dict(train=found[:a], valid=found[a:b], test=found[b:])
+    return paragraphs
+
+
+def split_text(path):
+    """Split the paragraphs of a text file: 90 % train, the next 5 % valid, the last 5 % test."""
+    paragraphs = read_paragraphs(path)
+    a = len(paragraphs) * 90 // 100
+    b = len(paragraphs) * 95 // 100
+    parts = dict(train=paragraphs[:a], valid=paragraphs[a:b], test=paragraphs[b:])
+    if not all(parts.values()):
+        raise InputError(f"{path} has {len(paragraphs)} lines with words, expected at least 20, "
+                         f"to train, validate and test on; end its lines with \\n")
+    return parts
 
 
 def hashes(paragraph):
-    """Hash a paragraph and each of its lines, so that it is recognised in another layout."""
-    pieces = map(spaced, [paragraph, *paragraph.split("\n")])
-    return {zlib.crc32(piece.encode()) for piece in pieces if piece}
+    """Hash a paragraph and each of its long lines, so that another layout is recognised."""
+    pieces = [spaced(paragraph)]
+    for line in paragraph.split("\n"):
+        if len(line.split()) >= LINE_WORDS:
+            pieces.append(spaced(line))
+    return {zlib.crc32(piece.encode()) for piece in pieces}
 
 
 def seen_lines(data_dir):
-    """Return the `hashes` of the paragraphs of a text file that its training uses."""
+    """Return the `hashes` of the paragraphs of a text file that its training uses.
+
+    Returns [] for token files and for pydoc, whose training text has another form.
+    """
     if not data_dir or Path(data_dir).is_dir():
         return []
     parts = split_text(data_dir)
-    return sorted(set().union(*map(hashes, parts["train"] + parts["valid"])))
+    seen = set()
+    for paragraph in parts["train"] + parts["valid"]:
+        seen |= hashes(paragraph)
+    return sorted(seen)
 
 
-def lines_to_score(data, data_dir, seen):
+def lines_to_score(data, data_dir, seen, as_spaced=True):
     """Return the texts to evaluate a language model on: {"valid" and "test": lines of tokens}.
 
-    A text file is one text, "unseen": the paragraphs without a hash in `seen`, the training's.
+    seen: hashes of the training's paragraphs; [] if they are unknown. as_spaced: whether the
+    model's text was `spaced`. A text file is one text. With `seen`, the text is "unseen", the
+    paragraphs without a hash in `seen`; otherwise "text", all paragraphs.
     """
     if not data_dir or Path(data_dir).is_dir():
         folder = text_folder(data, data_dir)
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
+    paragraphs = read_paragraphs(data_dir)
+    if not paragraphs:
+        raise InputError(f"--data_dir {data_dir} contains no words, expected a text")
     seen = {*seen}
-    unseen = [spaced(paragraph) for part in split_text(data_dir).values() for paragraph in part
-              if not hashes(paragraph) & seen]
+    unseen = [paragraph for paragraph in paragraphs if not hashes(paragraph) & seen]
     if not unseen:
         raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
-    return {"unseen": unseen}
+    if as_spaced:
+        lines = [spaced(paragraph) for paragraph in unseen]
+    else:
+        lines = [normalize("NFC", " ".join(paragraph.split())) for paragraph in unseen]
+    name = "unseen" if seen else "text"
+    return {name: lines}
+
+
+def library_docstrings():
+    """Return {module: [(name, docstring), ...]} of the modules of Python's standard library."""
+    documents = {}
+    library = Path(os.__file__).parent
+    for path in chain(library.glob("*.py"), library.glob("*/*.py")):
+        if path.parent.name in NOT_PYDOC:
+            continue
+        module = ".".join(path.relative_to(library).with_suffix("").parts)
+        documents[module] = []
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                docstring = ast.get_docstring(node)
+                if docstring:
+                    title = getattr(node, "name", module)
+                    documents[module].append((title, docstring))
+    return documents
 
 
 def pydoc_folder(parent):
@@ -173,21 +249,15 @@ def pydoc_folder(parent):
         return folder
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
-    library = Path(os.__file__).parent
-    for path in [*library.glob("*.py"), *library.glob("*/*.py")]:
-        if path.parent.name not in NOT_PYDOC:
-            name = ".".join(path.relative_to(library).with_suffix("").parts)
-            nodes = [node for node in ast.walk(ast.parse(path.read_bytes()))
-                     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
-            texts = [(getattr(node, "name", name), ast.get_docstring(node)) for node in nodes]
-            documents[name] = [(title, text) for title, text in texts if text]
+    documents |= library_docstrings()
     parts = {split: [] for split in SPLITS}
     for name, texts in sorted(documents.items()):
-        split = {1: "valid", 15: "test"}.get(zlib.crc32(name.encode()) % 16, "train")
+        sixteenth = zlib.crc32(name.encode()) % 16
+        split = {1: "valid", 15: "test"}.get(sixteenth, "train")
         for i, (title, text) in enumerate(texts):
             sign = "= =" if i else "="
-            paragraphs = map(spaced, re.split(r"\n\s*\n", text))
-            parts[split] += "", f"{sign} {spaced(title)} {sign}", "", *paragraphs
+            parts[split] += "", f"{sign} {spaced(title)} {sign}", ""
+            parts[split] += [spaced(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
     write_tokens(folder, parts)
     return folder
 
@@ -209,7 +279,8 @@ def random_windows(tokens, step, batch_size, context, seed, part=slice(None)):
 
 
 @torch.no_grad()
-def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, progress=None):
+def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
+                progress=None):
     """Return the loss of each of tokens[1:] in a sliding evaluation: (M,) float64, in nats.
 
     The first window scores all its targets. Each later window begins `stride` tokens after the
@@ -222,21 +293,25 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
     """
     M = len(tokens) - 1                                                         # targets
     if not 1 <= stride <= window <= M:
-        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= window <= "
-                         f"{M}, the number of targets in the text")
+        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= "
+                         f"window <= {M}, the number of targets in the text")
     later = stride * torch.arange(1, (M - window) // stride + 1)
     rest = M - window - stride * len(later)
     last = window if stride < window else rest                                  # its length
     windows = [(torch.tensor([0]), window, window), (later, window, stride),    # starts, length,
                (torch.tensor([M - last]), last, rest)]                          # scored targets
-    batches = [(part, length, scored) for starts, length, scored in windows if scored
-               for part in starts.split(batch_size) if len(part)][rank::world]
+    batches = []
+    for starts, length, scored in windows:
+        if scored:
+            batches += [(part, length, scored) for part in starts.split(batch_size)
+                        if len(part)]
 
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    training = model.training
     tokens = torch.as_tensor(tokens).long().to(device)
     nll = torch.zeros(M, device=device)
     model.eval()
-    for starts, length, scored in bar(batches, progress, leave=False):
+    for starts, length, scored in bar(batches[rank::world], progress, leave=False):
         at = starts.to(device)[:, None] + torch.arange(length, device=device)      # (b, length)
         hidden = model.hidden(tokens[at])[:, -scored:]                             # (b, scored, C)
         at = at[:, -scored:]
@@ -249,4 +324,6 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1, p
 
 def perplexity(nll, scored=None):
     """Return exp(mean of nll), nll in nats. scored: a bool mask of the tokens that count."""
-    return (nll if scored is None else nll[scored]).mean().exp().item()
+    if scored is not None:
+        nll = nll[scored]
+    return nll.mean().exp().item()
