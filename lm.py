@@ -57,7 +57,7 @@ class LMConfig:
         in_some_layers = self.attn in LAYER_PATTERNS
         self.rpc_layers = tuple(sorted(self.rpc_layers)) if in_some_layers else ()
         self.cutoffs = tuple(self.cutoffs)
-        check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
+        check_choice("attn", self.attn, ATTENTIONS | LAYER_PATTERNS)
         self.pap = default_settings(self.attn) | dict(mu_over="seen") | self.pap
         if not set(self.rpc_layers) <= set(range(self.depth)):
             raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
@@ -178,6 +178,9 @@ class LM(nn.Module):
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the LM from a checkpoint of train_lm.py, in eval mode."""
+    if checkpoint.get("task") != "language modelling":
+        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
+                         f"train_lm.py, for language modelling")
     model = LM(LMConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()

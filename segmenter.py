@@ -329,6 +329,9 @@ def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0
 
 def segmenter_from_checkpoint(checkpoint):
     """Rebuild the Segmenter from a checkpoint of train_seg.py, in eval mode."""
+    if checkpoint.get("task") != "segmentation":
+        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
+                         f"train_seg.py, for segmentation")
     model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
@@ -359,10 +362,11 @@ def load_encoder(model, classifier, path):
     """Copy the weights of a classifier, except its head, into a Segmenter's encoder.
 
     path: the classifier's file, for the message. InputError if the two networks differ in a
-    setting, because the weights could fit without an error.
+    setting, because the weights could fit without an error. (Files with timm's names do not store
+    the number of heads.)
     """
     wrong = []
-    for name in ("embed_dim", "depth", "num_heads", "patch_size", "attn", "rpc_layers", "pap"):
+    for name in ("embed_dim", "depth", "patch_size", "attn", "rpc_layers", "pap"):
         theirs = getattr(classifier.config, name)
         ours = getattr(model.config, name)
         if theirs != ours:

@@ -35,108 +35,150 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import InputError, bar
+from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
+                       key_statistics)
+from common import InputError, bar, natural, not_negative, positive, share
 from data.images import fingerprint, image_batches, send
-from data.masks import IGNORE, TrainingViews, finish_views, load_segmentation
+from data.masks import (IGNORE, MaskRules, TrainingViews, finish_views,
+                        load_segmentation)
 from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
+from fan import FAN_SIZES
 from robust.corruptions import NAMES, corrupt
-from segmenter import (Segmenter, SegmenterConfig, evaluate, load_encoder,
+from segmenter import (ENCODER_SIZES, Segmenter, SegmenterConfig, encoder_size,
+                       evaluate, load_classifier, load_encoder,
                        segmenter_from_checkpoint)
-from vit import SIZES
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
     # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75 % (3 seeds)
-    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, optimizer="adamw", dropout=0.0,
-                   num_workers=0, patch_size=4),
+    "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, optimizer="adamw",
+                   dropout=0.0, num_workers=0, patch_size=4),
     # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6);
     # measured with the colours of mmsegmentation
-    "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8, optimizer="adamw",
-                   eval_every=20),
+    "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8,
+                   optimizer="adamw", eval_every=20),
     # the paper's run, which we did not repeat; the paper reports mean IoU 34.69 % (rpc) and 34.00 %
     # (symmetric)
-    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd", lr=1e-3,
-                   weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
+    "ade20k": dict(size=512, num_classes=150, epochs=64, batch_size=8, optimizer="sgd",
+                   lr=1e-3, weight_decay=0.0, clip=0.0, drop_path=0.1, model="tiny"),
     # your own images; `main` chooses the number of epochs
-    "folder": dict(size=64, patch_size=8, batch_size=8, optimizer="adamw", eval_every=10,
-                   attn="symmetric"),
+    "folder": dict(size=64, patch_size=8, batch_size=8, optimizer="adamw",
+                   eval_every=10, attn="symmetric"),
 }
+# Flags that act only in an evaluation, and all flags that act in it.
+ONLY_IN_EVALUATION = {"severities", "limit", "frost_dir"}
+IN_EVALUATION = ONLY_IN_EVALUATION | {
+    "eval_only", "data", "data_dir", "num_workers", "window", "stride", "seed",
+    "device", "out_dir"}
 
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
+    p = common.new_parser(__doc__)
+    boolean = BooleanOptionalAction                                 # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
-         "(default: folder, your own images, if --data_dir is given, else shapes)")
-    flag("--data_dir", help="folder with images/*.jpg and, with the same names, annotations/*.png, "
-         "whose pixel values are classes; docs/data.md shows all layouts")
-    flag("--num_classes", type=int, help="expected number of classes (not for folder)")
-    flag("--num_images", type=int, default=16000, help="rendered training images (default: 16000)")
-    flag("--num_workers", type=int, default=common.default_workers(),
+    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
+         "flags (default: folder, your own images, if --data_dir is given, else "
+         "shapes)")
+    flag("--data_dir", help="folder with images/*.jpg and, with the same names, "
+         "annotations/*.png, whose pixel values are classes; docs/data.md shows all "
+         "layouts")
+    flag("--num_classes", type=positive, help="expected number of classes")
+    flag("--num_images", type=positive, default=16000,
+         help="rendered training images (default: 16000)")
+    flag("--num_workers", type=natural, default=common.default_workers(),
          help="processes per GPU that decode images (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
-    flag("--backbone", help="start from the weights of this classifier, which has the same model, "
-         "patches and attention; none: from random weights (default: none; for --data shapes "
-         "weights/shapes_<attn>.pt)")
-    flag("--model", choices=SIZES, default="nano", help="size of the encoder, a ViT")
-    flag("--patch_size", type=int, default=16, help="side of a patch in pixels")
+    flag("--backbone", help="start from the weights of this classifier, a ViT or a "
+         "FAN, which has the same patches and attention; none: from random weights "
+         "(default: none; for --data shapes weights/shapes_<attn>.pt)")
+    flag("--model", choices=ENCODER_SIZES, help="size of the encoder, a ViT or a FAN "
+         "(default: size of the --backbone, else nano)")
+    flag("--patch_size", type=positive, default=16, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens.
-    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
+    attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
+    flag("--attn", choices=sorted(attentions - {"scaled_s"}), default="rpc",
          help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
-         "layer 0 is the first (default: 0)")
-    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
-         "paper: 4 to 6 with --rpc_layers 0, and 2 with all (default: 4)")
-    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper: 4 with --rpc_layers 0, "
-         "and 3 with all; inf keeps S at 0 (default: 4)")
-    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
-         "printed paper, or as in the paper with ADMM's sign (default: released)")
-    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="attention of the "
-         "decoder; rpc is RPC-Attention in its first block (default: as in the encoder)")
-    flag("--drop_path", type=float, default=0.0, help="rate at which residual branches are skipped "
-         "in the encoder's last block; smaller in earlier blocks (default: 0)")
-    flag("--dropout", type=float, default=0.1, help="dropout rate of the decoder (default: 0.1)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
+         "0-3 or all; layer 0 is the first (default: 0)")
+    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
+         "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
+         "(default: 4)")
+    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
+         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4; for rpca 1)")
+    flag("--form", choices=FORMS, help="PAP as in the released code, as in the printed "
+         "paper, or as in the paper with ADMM's sign (default: released)")
+    flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="attention of "
+         "the decoder; rpc is RPC-Attention in its first block (default: as in the "
+         "encoder)")
+    flag("--drop_path", type=share, default=0.0, help="rate at which residual branches "
+         "are skipped in the encoder's last block; smaller in earlier blocks; in a FAN "
+         "equal in all (default: 0)")
+    flag("--dropout", type=share, default=0.1,
+         help="dropout rate of the decoder (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=int, help="length of the training and of its schedule")
-    flag("--batch_size", type=int, help="images per step of all processes")
-    flag("--lr", type=float, default=2e-3, help="first learning rate")
-    flag("--weight_decay", type=float, default=0.05, help="of matrices")
-    flag("--clip", type=float, default=1.0, help="largest gradient norm; 0: any")
+    flag("--epochs", type=positive, help="length of the training and of its schedule")
+    flag("--batch_size", type=positive, help="images per step of all processes")
+    flag("--lr", type=not_negative, default=2e-3, help="first learning rate")
+    flag("--weight_decay", type=not_negative, default=0.05, help="of matrices")
+    flag("--clip", type=not_negative, default=1.0, help="largest gradient norm; 0: any")
 
     flag = p.add_argument_group("views").add_argument
-    flag("--size", type=int, help="resize the short side of images to this many pixels, and "
-         "train on square crops with this side, a multiple of --patch_size")
-    flag("--window", type=int, help="side of the windows in an evaluation (default: --size)")
-    flag("--stride", type=int, help="pixels between windows (default: --window)")
+    flag("--size", type=positive, help="resize the short side of images to this many "
+         "pixels, and train on square crops with this side, a multiple of --patch_size")
+    flag("--window", type=positive,
+         help="side of the windows in an evaluation (default: --size)")
+    flag("--stride", type=positive, help="pixels between windows (default: --window)")
 
     flag = p.add_argument_group("evaluation").add_argument
-    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
-         "run, instead of training: on clean and on corrupted images")
-    flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5], help="severities of the "
-         "corruptions; without a number only clean images (default: 1 2 3 4 5)")
-    flag("--limit", type=int, help="number of test images (default: 320 corrupted scenes, or all)")
-    flag("--frost_dir", help="folder with ImageNet-C's photographs of frost (default: synthetic)")
+    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the "
+         "folder of a run, instead of training: on clean and on corrupted images")
+    flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5],
+         choices=range(1, 6), help="severities of the corruptions; without a number "
+         "only clean images (default: 1 2 3 4 5)")
+    flag("--limit", type=positive,
+         help="number of test images (default: 320 corrupted scenes, or all)")
+    flag("--frost_dir",
+         help="folder with ImageNet-C's photographs of frost (default: synthetic)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="seed of weights, order and augmentation (default: 0)")
+    flag("--seed", type=natural, default=0,
+         help="seed of weights, order and augmentation (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, default=2, help="epochs between evaluations")
-    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
+    flag("--amp", action=boolean,
+         help="bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean,
+         help="compile the model (default: on CUDA devices)")
+    flag("--eval_every", type=positive, default=2, help="epochs between evaluations")
+    flag("--max_steps", type=natural,
+         help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
-    if checkpoint or args.eval_only:
-        args.out_dir = args.resume or args.out_dir
+    typed = common.typed_flags(p)
+    if args.eval_only:
+        common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
+        if "data" not in typed:
+            args.data = None                    # the data of the training, if they are not named
         return args, checkpoint
 
+    common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
+    if args.data == "shapes":
+        common.reject_flags(typed & {"data_dir"}, "with --data shapes")
+    else:
+        common.reject_flags(typed & {"num_images"}, f"with --data {args.data}")
+    if checkpoint:
+        common.reject_flags(typed & {"out_dir", "backbone"}, "with --resume")
+        args.out_dir = args.resume
+        return args, checkpoint
+
+    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     # Scenes start from a classifier, because a small network learns little from scratch in minutes.
     if args.data == "shapes" and not args.backbone:
         shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"
@@ -154,18 +196,46 @@ def train_batches(views, args, start, stop, mean, rank, world):
     fills the border of crops that are smaller than S. height, width: of a crop without its border.
     """
     device = mean.device
-    pairs = batch_pairs(len(views.source), args.batch_size, start, stop, args.seed, rank, world)
+    pairs = batch_pairs(len(views.source), args.batch_size, start, stop, args.seed,
+                        rank, world)
     batches = image_batches(views, pairs, args.num_workers, device)
     for images, labels, (height, width) in batches:             # on the CPU; pinned for a GPU
-        images, labels = send(images, device), send(labels, device)
+        images = send(images, device)
+        labels = send(labels, device)
         yield finish_views(images, height, width, mean), labels.long()
 
 
-# --- the run --------------------------------------------------------------------------------------
+# --- evaluation of a checkpoint -------------------------------------------------------------------
 
-def learning_rate(step, total, args):
-    """Return the learning rate of a step: polynomial, down to MIN_LR."""
-    return (args.lr - common.MIN_LR) * (1 - step / total) ** 0.9 + common.MIN_LR
+SCORES = ("pixel_accuracy", "mean_accuracy", "mean_iou")
+
+
+def load_test_images(args, checkpoint):
+    """Load the test images of --eval_only by the rules of the training.
+
+    Returns (images, --data, --data_dir). Without the two flags, these are the training's.
+    """
+    trained = checkpoint["args"]
+    data = args.data or trained["data"]
+    if not args.data and args.data_dir and data == "shapes":
+        data = "folder"
+    if data == "shapes" and args.data_dir:
+        common.reject_flags({"data_dir"}, "with --data shapes")
+    data_dir = args.data_dir
+    if not data_dir and data == trained["data"]:
+        data_dir = trained["data_dir"]
+    flags = Namespace(**(trained | dict(data=data, data_dir=data_dir)))
+    part = "all" if data == "folder" else "test"
+    classes = list(checkpoint["classes"])
+    rules = checkpoint.get("mask_rules")
+    if rules:
+        rules = MaskRules(**rules)
+    test, = load_segmentation(flags, [part], classes, checkpoint["seen"], rules)
+    if test.classes != classes:
+        raise InputError(f"{args.eval_only} has the classes {classes[:9]}, but "
+                         f"{data_dir or data} has {test.classes[:9]}; name the same "
+                         f"classes in the same order in classes.txt")
+    return test, data, data_dir
 
 
 def evaluate_only(args, rank, world, device):
@@ -175,40 +245,63 @@ def evaluate_only(args, rank, world, device):
     one number per severity.
     """
     checkpoint = common.load(args.eval_only)
-    model, trained = segmenter_from_checkpoint(checkpoint).to(device), checkpoint["args"]
-    data = args.data if args.data_dir else trained["data"]
-    data_dir = args.data_dir or trained["data_dir"]
-    flags = Namespace(**{**trained, "data": data, "data_dir": data_dir})
-    test, = load_segmentation(flags, ["all" if data == "folder" else "test"],
-                              checkpoint["classes"], checkpoint["seen"])
-    if list(test.classes) != list(checkpoint["classes"]):
-        raise InputError(f"{args.eval_only} has the classes {checkpoint['classes'][:9]}, but "
-                         f"{data_dir or data} has {list(test.classes)[:9]}; name the same classes "
-                         f"in the same order in classes.txt")
-    size = model.config.image_size
-    window = args.window or size
-    views = dict(window=window, stride=args.stride or window)
-    found, names = [], ("pixel_accuracy", "mean_accuracy", "mean_iou")
-    for kind in ["clean", *NAMES] if args.severities else ["clean"]:
-        began, clean = time.perf_counter(), kind == "clean"
-        limit = args.limit or (320 if data == "shapes" and not clean else len(test))
-        index = epoch_order(len(test), epoch=0, seed=args.seed)[:limit].tolist()
+    model = segmenter_from_checkpoint(checkpoint).to(device)
+    test, data, data_dir = load_test_images(args, checkpoint)
+    window = args.window or model.config.image_size
+    stride = args.stride or window
+    order = epoch_order(len(test), epoch=0, seed=args.seed).tolist()
+    corrupted_images = args.limit or (320 if data == "shapes" else len(test))
+
+    def score(index, change, progress):
+        return evaluate(model, test, size=model.config.image_size, window=window,
+                        stride=stride, index=index, change=change, rank=rank,
+                        world=world, num_workers=args.num_workers, progress=progress)
+
+    def add_row(name, index, began, numbers, settings):
+        settings = dict(settings, window=window, stride=stride,
+                        frost_dir=args.frost_dir)
+        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
+                          name=name, images=len(index), **numbers, settings=settings)
+
+    began = time.perf_counter()
+    index = order[:args.limit]
+    clean = score(index, None, "clean")
+    add_row("clean", index, began, clean, {})
+    table = [table_row("clean", index, [clean])]
+
+    index = order[:corrupted_images]
+    for kind in NAMES if args.severities else ():
+        began = time.perf_counter()
         results = []
-        for severity in [None] if clean else args.severities:
+        for severity in args.severities:
             def corrupted(images, numbers):
                 return corrupt(images, kind, severity, seed=args.seed, index=numbers,
                                frost_dir=args.frost_dir)
-            results.append(evaluate(model, test, size=size, index=index, rank=rank, world=world,
-                                    change=None if clean else corrupted, progress=kind,
-                                    num_workers=args.num_workers, **views))
-        numbers = results[0] if clean else {k: [r[k] for r in results] for k in results[0]}
-        settings = {} if clean else dict(type=kind, severities=args.severities)
-        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                          name="clean" if clean else "corruptions", images=len(index), **numbers,
-                          settings=dict(settings, **views, frost_dir=args.frost_dir))
-        means = (sum(r[k] for r in results) / len(results) for k in names)
-        found.append([kind, len(index), *(f"{mean:.2f}" for mean in means)])
-    common.print0(common.table(found, ["measure", "images", *names]))
+            results.append(score(index, corrupted, kind))
+        numbers = {}
+        for field in clean:
+            numbers[field] = [result[field] for result in results]
+        settings = dict(type=kind, severities=args.severities)
+        add_row("corruptions", index, began, numbers, settings)
+        table.append(table_row(kind, index, results))
+    common.print0(common.table(table, ["measure", "images", *SCORES]))
+
+
+def table_row(name, index, results):
+    """Return a row of the printed table: the means of the scores over the results."""
+    row = [name, len(index)]
+    for field in SCORES:
+        mean = sum(result[field] for result in results) / len(results)
+        row.append(f"{mean:.2f}")
+    return row
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+def learning_rate(step, total, args):
+    """Return the learning rate of a step: polynomial, down to MIN_LR, or to a smaller --lr."""
+    lowest = min(common.MIN_LR, args.lr)
+    return (args.lr - lowest) * (1 - step / total) ** 0.9 + lowest
 
 
 def main():
@@ -217,17 +310,18 @@ def main():
     # torchrun starts `world` processes, one per GPU. Each trains on its part of every batch; only
     # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
+    if args.eval_only:
+        common.use_bf16(False, device)                  # in float32, also without TF32
+        return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
-
-    if args.eval_only:
-        return evaluate_only(args, rank, world, device)
 
     # Data. For your own images, a tenth of the images is held out and chooses best.pt.
     keep_best = args.data == "folder"
     args.window = args.window or args.size
     args.stride = args.stride or args.window
-    train, val = load_segmentation(args, ["train", "val" if keep_best else "test"])
+    held_out = "val" if keep_best else "test"
+    train, val = load_segmentation(args, ["train", held_out])
     split = "validation" if keep_best else "test"
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
@@ -240,27 +334,45 @@ def main():
         args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
     total = args.epochs * epoch_steps
 
-    # Model. The flags describe the model, also with --resume and with --backbone.
-    size = SIZES[args.model]
-    config = SegmenterConfig(**size, patch_size=args.patch_size, num_classes=len(train.classes),
-                             image_size=args.size, attn=args.attn, drop_path=args.drop_path,
-                             rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                             pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
-                             decoder_attn=args.decoder_attn or "", decoder_dropout=args.dropout)
+    # Model. The flags describe the model, also with --resume and with --backbone. Its training
+    # includes the training of the backbone: images of both are never test images.
+    backbone = None
+    seen = checkpoint.get("seen", [])
+    if not checkpoint and args.backbone not in (None, "none"):
+        backbone, seen = load_classifier(args.backbone)
+    if args.model is None:
+        args.model = encoder_size(backbone.config) if backbone else "nano"
+    seen = sorted({*seen}.union(train.hashes, val.hashes))
+    size = ENCODER_SIZES[args.model]
+    architecture = "fan" if args.model in FAN_SIZES else "vit"
+    config = SegmenterConfig(
+        **size, architecture=architecture, image_size=args.size,
+        patch_size=args.patch_size, num_classes=len(train.classes), attn=args.attn,
+        rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+        pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
+        drop_path=args.drop_path, decoder_attn=args.decoder_attn or "",
+        decoder_dropout=args.dropout)
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
-    if not checkpoint and args.backbone not in (None, "none"):
-        load_encoder(model, args.backbone)
+    if backbone:
+        load_encoder(model, backbone, args.backbone)
         common.print0(f"encoder from {args.backbone}")
     # To freeze parameters, add a line here: model.encoder.requires_grad_(False)
 
-    # Optimiser. Weight decay applies to matrices, also to the decoder's two projections.
-    matrices = ("weight", "proj_patch", "proj_classes")
-    decay, rest = [], []
+    # Optimiser. Weight decay applies to matrices, also to the decoder's two projections and to
+    # mlp.temperature of a FAN.
+    matrices = ("weight", "proj_patch", "proj_classes", "mlp.temperature")
+    decay = []
+    no_decay = []
     for name, p in model.named_parameters():
-        if p.requires_grad:
-            (decay if p.ndim > 1 and name.endswith(matrices) else rest).append(p)
-    groups = [dict(params=decay, weight_decay=args.weight_decay), dict(params=rest, weight_decay=0)]
+        if not p.requires_grad:
+            continue
+        if p.ndim > 1 and name.endswith(matrices):
+            decay.append(p)
+        else:
+            no_decay.append(p)
+    groups = [dict(params=decay, weight_decay=args.weight_decay),
+              dict(params=no_decay, weight_decay=0)]
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
                                     fused=device.type == "cuda")
@@ -269,12 +381,16 @@ def main():
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
-    data = dict(classes=list(train.classes), fingerprint=[fingerprint(train), fingerprint(val)])
+    fingerprints = [fingerprint(train), fingerprint(val)]
+    data = dict(classes=list(train.classes), fingerprint=fingerprints)
+    common.same_everywhere(data, "data")
+    mask_rules = train.rules._asdict() if train.rules else None
     if checkpoint:
-        now = {**data, **asdict(config), "batch_size": args.batch_size}
+        now = data | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
+    metrics = checkpoint.get("metrics", {})
+    best = checkpoint.get("best", {})
 
     # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
     # `model`, which has the same weights, is evaluated and saved.
@@ -285,9 +401,11 @@ def main():
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = max(first, min(total, args.max_steps or total))
+    stop = total if args.max_steps is None else min(total, args.max_steps)
+    stop = max(first, stop)
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
-    progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    progress = bar(range(first, stop), "training", total=stop, initial=first,
+                   unit="step")
     began = clock = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
@@ -306,7 +424,8 @@ def main():
             dist.all_reduce(pixels)
         with autocast:
             logits = net(images)
-        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+        loss = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE,
+                               reduction="sum")
         loss = world * loss / pixels.clamp(min=1)                   # loss 0 without labelled pixels
         loss.backward()
 
@@ -317,7 +436,8 @@ def main():
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
         # The step number decides when to evaluate, save and log, so all processes agree.
-        done, epoch = step + 1, (step + 1) / epoch_steps
+        done = step + 1
+        epoch = done / epoch_steps
         evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
@@ -332,34 +452,42 @@ def main():
         # each layer, which show whether RPC acts.
         metrics = {}
         if evaluating:
-            metrics = evaluate(model, val, size=args.size, window=args.window, stride=args.stride,
-                               amp=amp, num_workers=args.num_workers, rank=rank, world=world,
-                               progress="evaluating")
+            common.share_buffers(model)
+            metrics = evaluate(model, val, size=args.size, window=args.window,
+                               stride=args.stride, amp=amp, rank=rank, world=world,
+                               num_workers=args.num_workers, progress="evaluating")
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
                                         **key_statistics(model, images[:8])))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
         # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
-            better = keep_best and metrics and metrics["mean_iou"] > best.get("mean_iou", -1)
+            better = False
+            if keep_best and evaluating:
+                better = metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="segmentation", args=vars(args), step=done, metrics=metrics,
-                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **data,
-                         seen=[*train.hashes, *val.hashes])         # these are never test images
+            state = dict(task="segmentation", args=vars(args), step=done,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         model_config=asdict(config), metrics=metrics, best=best,
+                         **data, seen=seen, mask_rules=mask_rules)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
-        if logging:
-            clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
+        if logging:                             # the speed excludes evaluation and saving
+            clock = time.perf_counter()
+            pending = []
 
+    if stop == 0:
+        return common.print0("no step was trained, so there is no checkpoint")
     if metrics:                             # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {config.attn}: {split} mean IoU {metrics['mean_iou']:.2f} % "
-                      f"({len(val)} images), {minutes:.1f} minutes")
+        common.print0(f"{args.data} {config.attn}: {split} mean IoU "
+                      f"{metrics['mean_iou']:.2f} % ({len(val)} images), {minutes:.1f} "
+                      f"minutes")
     if best:
-        common.print0(f"best.pt: step {best['step']}, highest mean IoU {best['mean_iou']:.2f} %")
+        common.print0(f"best.pt: step {best['step']}, highest mean IoU "
+                      f"{best['mean_iou']:.2f} %")
     common.print0(f"next: python train_seg.py --eval_only {args.out_dir}",
                   f"or: python look.py --ckpt {args.out_dir}")
 

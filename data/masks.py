@@ -40,8 +40,15 @@ def load_segmentation(args, parts, classes=None, seen=(), rules=None):
     parts: "train"; "test"; "val", which is the test part except in your own folder; or "all", see
     data.images.choose_part. classes, seen, rules: see own_folder.
     """
+    if args.data != "shapes" and not args.data_dir:
+        raise InputError(f"--data {args.data} needs --data_dir")
     if args.data == "folder":
-        return own_folder(args.data_dir, parts, classes, seen, rules)
+        trees = own_folder(args.data_dir, parts, classes, seen, rules)
+        count = len(trees[0].classes)
+        if args.num_classes not in (None, count):
+            raise InputError(f"--num_classes {args.num_classes}: {args.data_dir} has "
+                             f"{count} classes")
+        return trees
     return [load_part(args, part) for part in parts]
 
 
@@ -51,8 +58,6 @@ def load_part(args, part):
         test_images = max(args.num_images // 10, 1)
         num_images = args.num_images if part == "train" else test_images
         return Scenes(part, num_images, args.size)
-    if not args.data_dir:
-        raise InputError(f"--data {args.data} needs --data_dir")
     names = CAMVID_CLASSES if args.data == "camvid" else ()
     split = "training" if part == "train" else "validation"
     return ade20k(args.data_dir, split, args.num_classes, names)
@@ -173,7 +178,7 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
     parts: as in load_segmentation, "train" first: later parts have no copies of its images.
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
     In an evaluation, `classes`, `seen` and `rules` are the network's. classes: the folder may lack
-    some of them. seen: `image_hashes` of images that are left out, because the network was trained on
+    some of them. seen: `image_hashes` of images to leave out, because the network was trained on
     them. rules: the MaskRules of the training, which the folder must follow.
     """
     found = {}

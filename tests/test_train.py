@@ -114,7 +114,7 @@ def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
     monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
     # held-out images choose best.pt; three steps per epoch remain
     epoch = dict(cls="--num_images 54 --holdout 6 --eval_every 1", lm="--eval_every 3",
-                 seg="--data folder --data_dir masks --batch_size 2 --eval_every 1")[name]
+                 seg="--data folder --data_dir masks --num_classes 5 --batch_size 2 --eval_every 1")[name]
     for part in ("images", "annotations"):              # your own masks, one folder for each part
         shutil.copytree(f"pairs/{part}/training", f"masks/{part}")
     train(name, "--max_steps 6 --out_dir a", epoch)

@@ -141,7 +141,11 @@ def test_a_backbone_has_the_attention_of_the_flags(root, monkeypatch):
     backbone = classifier("rpc.pt", attn="rpc", rpc_layers=(1,), pap=dict(n_iter=2, lambd=3.0))
     run = flags(ADE, [root], "--size 48 --lr 1e-9 --backbone rpc.pt")
     own = flags("--rpc_layers 1 --n_iter 2 --lambd 3")
-    assert "attention of rpc.pt" in bad(run, "--rpc_layers 1 --n_iter 3 --lambd 3")
+    line = bad(run, "--rpc_layers 1 --n_iter 3 --lambd 3")
+    assert "pap is {'n_iter': 2" in line and "rpc.pt, but {'n_iter': 3" in line
+    for flag, wrong in (("--model micro", "embed_dim is 64"), ("--rpc_layers 0", "rpc_layers"),
+                        ("--patch_size 4", "patch_size is 8"), ("--model fan_tiny", "FAN")):
+        assert wrong in bad(run, own, flag)
     train(run, own, "--out_dir a")
     checkpoint = common.load("a")
     config, weights = SegmenterConfig(**checkpoint["model_config"]), checkpoint["model"]
