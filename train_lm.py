@@ -29,103 +29,161 @@ import time
 import zlib
 from argparse import BooleanOptionalAction
 from dataclasses import asdict
+from itertools import pairwise
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, key_statistics
-from common import InputError, bar
+from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
+                       key_statistics)
+from common import InputError, bar, natural, not_negative, positive, share
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, UNK, Vocabulary, lines_to_score, load_corpus, perplexity,
-                       random_windows, seen_lines, sliding_nll, text_folder)
+from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
+                       load_corpus, perplexity, random_windows, seen_lines,
+                       sliding_nll, spaced, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
 from robust.words import WORD, word_swap
 
 # The recipe that --data selects; flags on the command line override it.
 RECIPES = {
     # the documentation of this Python; 2 minutes on 2 CPU cores
-    "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100, eval_every=200),
+    "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100,
+                  eval_every=200),
     # a small WikiText; 6 minutes on a CPU core; symmetric attention has a test perplexity of 217.0
     # (mean of 3 seeds; standard deviation 5.3)
-    "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100, eval_every=250),
+    "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100,
+                     eval_every=250),
     # the paper's run, which we did not repeat; the paper reports perplexity 38.37 (valid) and 36.36
     # (test) for symmetric attention; the two numbers are probably exchanged
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
-                        steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
+                        steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000,
+                        eval_every=4000),
 }
 # your own text, with the recipe of wikitext
 RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
+# Flags that act only in an evaluation, all flags that act in it, and all that act in sampling.
+ONLY_IN_EVALUATION = {"window", "stride", "limit"}
+IN_EVALUATION = ONLY_IN_EVALUATION | {
+    "eval_only", "data", "data_dir", "seed", "device", "out_dir"}
+IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
 
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p, boolean = common.new_parser(__doc__), BooleanOptionalAction     # --name and --no-name
+    p = common.new_parser(__doc__)
+    boolean = BooleanOptionalAction                                 # --name and --no-name
     flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other flags "
-         "(default: folder, your own text, if --data_dir is given, else pydoc)")
-    flag("--data_dir", help="a text file, or a folder with wiki.train.tokens, wiki.valid.tokens "
-         "and wiki.test.tokens; docs/data.md shows all layouts")
+    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
+         "flags (default: folder, your own text, if --data_dir is given, else pydoc)")
+    flag("--data_dir", help="a text file, or a folder with wiki.train.tokens, "
+         "wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all layouts")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="size of the transformer")
-    flag("--context", type=int, help="tokens per window (default: set by --model)")
+    flag("--context", type=positive,
+         help="tokens per window (default: set by --model)")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens.
-    flag("--attn", choices=sorted({*ATTENTIONS, *LAYER_PATTERNS} - {"scaled_s"}), default="rpc",
+    attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
+    flag("--attn", choices=sorted(attentions - {"scaled_s"}), default="rpc",
          help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or 0-3 or all; "
-         "layer 0 is the first (default: 0)")
-    flag("--n_iter", type=int, default=4, help="steps of PAP, the algorithm in RPC-Attention; the "
-         "paper: 4 to 6 with --rpc_layers 0, and 2 with all (default: 4)")
-    flag("--lambd", type=float, default=4.0, help="PAP's lambda; the paper: 4 with --rpc_layers 0, "
-         "and 3 with all; inf keeps S at 0 (default: 4)")
-    flag("--form", choices=FORMS, default="released", help="PAP as in the released code, as in the "
-         "printed paper, or as in the paper with ADMM's sign (default: released)")
-    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute PAP's mu for "
-         "token t from tokens 0 to t (seen), from token t alone (token), or from the whole window "
-         "like the paper (all); with all, the model reads the future (default: seen)")
-    flag("--cutoffs", default="none", help="adaptive softmax, whose clusters of words start at "
-         "these ids, for example 20000,40000,200000 (default: none, the full softmax)")
-    flag("--dropout", type=float, default=0.1, help="dropout rate (default: 0.1)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
+         "0-3 or all; layer 0 is the first (default: 0)")
+    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
+         "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
+         "(default: 4)")
+    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
+         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4; for rpca 1)")
+    flag("--form", choices=FORMS, help="PAP as in the released code, as in the printed "
+         "paper, or as in the paper with ADMM's sign (default: released)")
+    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute "
+         "PAP's mu for token t from tokens 0 to t (seen), from token t alone (token), or "
+         "from the whole window like the paper (all); with all, the model reads the "
+         "future (default: seen)")
+    flag("--cutoffs", default="none", help="adaptive softmax, whose clusters of words "
+         "start at these ids, for example 20000,40000,200000 (default: none, the full "
+         "softmax)")
+    flag("--dropout", type=share, default=0.1, help="dropout rate (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=int, help="length of the training and of its schedule")
-    flag("--batch_size", type=int, help="windows per step of all processes")
-    flag("--lr", type=float, help="Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=int, help="steps of linear warm-up")
-    flag("--clip", type=float, default=0.25, help="largest gradient norm; 0: any (default: 0.25)")
+    flag("--steps", type=positive, help="length of the training and of its schedule")
+    flag("--batch_size", type=positive, help="windows per step of all processes")
+    flag("--lr", type=not_negative,
+         help="Adam's highest learning rate; there is no weight decay")
+    flag("--warmup", type=natural, help="steps of linear warm-up")
+    flag("--clip", type=not_negative, default=0.25,
+         help="largest gradient norm; 0: any (default: 0.25)")
 
     flag = p.add_argument_group("evaluation").add_argument
-    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the folder of a "
-         "run, instead of training: perplexity of the clean text, and after the word swap")
-    flag("--window", type=int, help="tokens per window in the evaluation (default: --context)")
-    flag("--stride", type=int, help="tokens between windows (default: a quarter of --window; the "
-         "paper uses 1, which takes longest)")
-    flag("--limit", type=int, help="evaluate on this many tokens (default: all)")
+    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the "
+         "folder of a run, instead of training: perplexity of the clean text, and after "
+         "the word swap")
+    flag("--window", type=positive, help="tokens per window in the evaluation, at most "
+         "the training's --context, which is the default")
+    flag("--stride", type=positive, help="tokens between windows (default: a quarter of "
+         "--window; the paper uses 1, which takes longest)")
+    flag("--limit", type=positive,
+         help="evaluate on this many tokens (default: all)")
 
     flag = p.add_argument_group("sampling").add_argument
-    flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of a run, "
-         "and continue --prompt instead of training")
-    flag("--words", type=int, default=40, help="length of the sample; 0: none in training")
-    flag("--prompt", default="", help="begin the sample with these words, separated by spaces")
+    flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of "
+         "a run, and continue --prompt instead of training")
+    flag("--words", type=natural, default=40,
+         help="length of the sample; 0: none in training")
+    flag("--prompt", default="", help="begin the sample with this text")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=int, default=0, help="seed of weights, windows and samples (default: 0)")
+    flag("--seed", type=natural, default=0,
+         help="seed of weights, windows and samples (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean, help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=int, help="evaluate and save after this many steps")
-    flag("--max_steps", type=int, help="stop at this step of the run; the schedule stays the same")
+    flag("--amp", action=boolean,
+         help="bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean,
+         help="compile the model (default: on CUDA devices)")
+    flag("--eval_every", type=positive, help="evaluate and save after this many steps")
+    flag("--max_steps", type=natural,
+         help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
-    if not args.sample and not args.eval_only:
-        name = "text" if args.data == "folder" else args.data
-        args.out_dir = args.resume or common.new_run(args.out_dir or f"out/{name}_{args.attn}")
+    typed = common.typed_flags(p)
+    if args.sample:
+        common.reject_flags(typed - IN_SAMPLING, "with --sample")
+        return args, checkpoint
+    if args.eval_only:
+        common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
+        if typed.isdisjoint({"data", "data_dir"}):
+            args.data = None                    # the data of the training
+        return args, checkpoint
+
+    common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
     args.context = args.context or LM_SIZES[args.model]["context"]
+    if checkpoint:
+        common.reject_flags(typed & {"out_dir"}, "with --resume")
+        args.out_dir = args.resume
+        return args, checkpoint
+
+    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    name = "text" if args.data == "folder" else args.data
+    args.out_dir = common.new_run(args.out_dir or f"out/{name}_{args.attn}")
     return args, checkpoint
+
+
+def parse_cutoffs(text, vocab_size):
+    """Turn the value of --cutoffs into a tuple. InputError unless the ids increase."""
+    if text == "none":
+        return ()
+    words = text.split(",")
+    if all(word.isdecimal() for word in words):
+        ids = [0, *map(int, words), vocab_size]
+        if all(low < high for low, high in pairwise(ids)):
+            return tuple(ids[1:-1])
+    raise InputError(f"--cutoffs {text}: expected increasing ids from 1 to "
+                     f"{vocab_size - 1}, such as 100,1000, or none")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -152,8 +210,8 @@ def evaluate(model, corpus, args, rank, world):
     Segment-wise: the text is cut into segments of --context tokens, and each token is predicted
     from its segment alone. The processes share the segments.
     """
-    nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context, rank=rank,
-                       world=world, progress="evaluating")
+    nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context,
+                       rank=rank, world=world, progress="evaluating")
     return dict(perplexity=perplexity(nats))
 
 
@@ -169,44 +227,71 @@ def evaluate_only(args, rank, world, device):
     swapped: the number of replaced words. word: the word that replaces them.
     """
     checkpoint = common.load(args.eval_only)
-    model, trained = lm_from_checkpoint(checkpoint).to(device), checkpoint["args"]
+    model = lm_from_checkpoint(checkpoint).to(device)
+    trained = checkpoint["args"]
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    data_dir = args.data_dir or trained["data_dir"]
-    data = args.data if args.data_dir else trained["data"]
-    window = args.window or model.config.context
+    data = args.data or trained["data"]
+    data_dir = args.data_dir
+    if not data_dir and data == trained["data"]:
+        data_dir = trained["data_dir"]
+    context = model.config.context
+    window = args.window or context
     stride = args.stride or max(window // 4, 1)
+    if window > context:
+        raise InputError(f"--window {window}: expected at most {context}, the --context "
+                         f"of the training")
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
-    word, found = WORD if WORD in vocab else vocab.words[-1], []
-    for split, lines in lines_to_score(data, data_dir, checkpoint["seen"]).items():
+    word = WORD if WORD in vocab else vocab.words[-1]
+    unknown = vocab.get(UNK, -1)
+    table = []
+    texts = lines_to_score(data, data_dir, checkpoint["seen"], was_spaced(checkpoint))
+    for split, lines in texts.items():
         began = time.perf_counter()
         swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
-        clean, other = (vocab.encode_lines(x)[:args.limit] for x in (lines, swapped_lines))
+        clean = vocab.encode_lines(lines)[:args.limit]
+        other = vocab.encode_lines(swapped_lines)[:args.limit]
         kept = ~torch.tensor(swapped[1:len(clean)])
 
         def nats(tokens, stride, title):                # the loss of each token but the first
             return sliding_nll(model, tokens, window, stride, rank=rank, world=world,
                                progress=f"{split} {title}")
 
-        sliding, attacked = nats(clean, stride, "sliding"), nats(other, stride, "attacked")
+        sliding = nats(clean, stride, "sliding")
+        attacked = nats(other, stride, "attacked")
         segments = sliding if stride == window else nats(clean, window, "segment-wise")
+        unknown_share = float((clean == unknown).mean())
         numbers = dict(segment=perplexity(segments), sliding=perplexity(sliding),
-                       attacked=perplexity(attacked), attacked_unswapped=perplexity(attacked, kept),
+                       attacked=perplexity(attacked),
+                       attacked_unswapped=perplexity(attacked, kept),
                        clean_unswapped=perplexity(sliding, kept),
-                       unknown=round(100 * float((clean == vocab.get(UNK, -1)).mean()), 4))
+                       unknown=round(100 * unknown_share, 4))
         common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
                           name="perplexity", images=len(clean), **numbers, word=word,
                           settings=dict(split=split, window=window, stride=stride),
                           swapped=int((~kept).sum()))
-        found.append([split, len(clean), *(f"{value:.2f}" for value in numbers.values())])
-    common.print0(common.table(found, ["text", "tokens", *numbers]))
+        shown = [f"{value:.2f}" for value in numbers.values()]
+        table.append([split, len(clean), *shown])
+    common.print0(common.table(table, ["text", "tokens", *numbers]))
 
 
-def sample(model, vocab, args, device):
-    """Return --prompt and the next --words words as prose. The same seed gives the same text."""
+def was_spaced(checkpoint):
+    """Return whether the training's text was `spaced`, so that other texts are spaced, too."""
+    own_file = bool(checkpoint["seen"])                 # for checkpoints without the field
+    return checkpoint.get("spaced", own_file or checkpoint["args"]["data"] == "pydoc")
+
+
+def sample(model, vocab, args, device, as_spaced):
+    """Return --prompt and the next --words words as prose. The same seed gives the same text.
+
+    as_spaced: whether the training's text was `spaced`; then the prompt is, too.
+    """
+    lines = args.prompt.split("\n")
+    if as_spaced:
+        lines = [spaced(line) for line in lines]
     generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = vocab.encode_lines(["", *args.prompt.split("\n")])[:-1].astype("int64")
-    prompt = torch.from_numpy(prompt)[None].to(device)              # begins with <eos>
+    prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")  # begins with <eos>
+    prompt = torch.from_numpy(prompt)[None].to(device)
     ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
     model.train()
 
@@ -237,12 +322,12 @@ def main():
         checkpoint = common.load(args.sample)
         model = lm_from_checkpoint(checkpoint).to(device)
         vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-        return print(sample(model, vocab, args, device))
+        return print(sample(model, vocab, args, device, was_spaced(checkpoint)))
+    if args.eval_only:
+        common.use_bf16(False, device)                  # in float32, also without TF32
+        return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
-
-    if args.eval_only:
-        return evaluate_only(args, rank, world, device)
 
     # Data.
     folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
@@ -252,40 +337,44 @@ def main():
         if count <= args.context:
             raise InputError(f"--context {args.context}: the {split} text in "
                              f"{args.data_dir or folder} has only {count} tokens")
-    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
-                  f"{len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
+    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} "
+                  f"valid, {len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
     vocab = corpus.vocab
     common.check_batch_size(args.batch_size, world)                 # a multiple of world
 
     # Model. The flags describe the model, also with --resume.
-    size = {**LM_SIZES[args.model], "context": args.context}
-    cutoffs = () if args.cutoffs == "none" else tuple(map(int, args.cutoffs.split(",")))
+    size = LM_SIZES[args.model] | dict(context=args.context)
     config = LMConfig(vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
                       rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
                       pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                               mu_over=args.mu_over), cutoffs=cutoffs)
+                               mu_over=args.mu_over),
+                      cutoffs=parse_cutoffs(args.cutoffs, len(vocab)))
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
     # The property is true for --mu_over all. The function runs the model to test its masks.
     if not config.reads_the_future and reads_the_future(model):
-        raise InputError(f"--attn {args.attn}: the output for a word depends on later words; mask "
-                         f"later words in attention.py if causal is true")
+        raise InputError(f"--attn {args.attn}: the output for a word depends on later "
+                         f"words; mask later words in attention.py if causal is true")
     # To freeze parameters, add a line here: model.embed.requires_grad_(False)
 
     # Optimiser.
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=args.lr,
-                                 fused=device.type == "cuda")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=args.lr, fused=device.type == "cuda")
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and place in the batch only.
+    tokens = corpus.train.tobytes() + corpus.valid.tobytes()
     data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
-                seen=seen_lines(args.data_dir),
-                fingerprint=zlib.crc32(corpus.train.tobytes() + corpus.valid.tobytes()))
+                fingerprint=zlib.crc32(tokens))
+    common.same_everywhere(data, "data")
     if checkpoint:
-        now = {**data, **asdict(config), "batch_size": args.batch_size}
+        now = data | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics, best = checkpoint.get("metrics", {}), checkpoint.get("best", {})
+    metrics = checkpoint.get("metrics", {})
+    best = checkpoint.get("best", {})
+    seen = seen_lines(args.data_dir)                    # for evaluations: paragraphs to leave out
+    as_spaced = is_spaced(args.data_dir)
 
     # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
     # `model`, which has the same weights, is evaluated and saved.
@@ -295,13 +384,15 @@ def main():
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
     net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
 
-    log = common.start_log(args, first, model, device, train_tokens=len(corpus.train),
-                           vocab_size=len(vocab))
+    log = common.start_log(args, first, model, device, vocab_size=len(vocab),
+                           train_tokens=len(corpus.train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    stop = max(first, min(args.steps, args.max_steps or args.steps))
+    stop = args.steps if args.max_steps is None else min(args.steps, args.max_steps)
+    stop = max(first, stop)
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
-    progress = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    progress = bar(range(first, stop), "training", total=stop, initial=first,
+                   unit="step")
     began = clock = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
@@ -332,39 +423,46 @@ def main():
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
         # norm is not finite.
         if logging:
-            common.log_steps(log, done, pending, clock, args.batch_size * args.context, "tokens",
-                             lr=lr)
+            step_tokens = args.batch_size * args.context
+            common.log_steps(log, done, pending, clock, step_tokens, "tokens", lr=lr)
 
         # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
         # nonzero entries of S in each layer, which show whether RPC acts.
         if evaluating:
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
-            written = args.words and not config.reads_the_future    # such a model cannot write
-            text = sample(model, vocab, args, device) if written else ""
+            text = ""
+            if args.words and not config.reads_the_future:          # such a model cannot write
+                text = sample(model, vocab, args, device, as_spaced)
             keys = key_statistics(model, windows[:8, :-1], forward=model.hidden)
             common.append_row(log, dict(step=done, eval=metrics, sample=text, **keys))
-            common.print0(f"step {done:6d}  valid perplexity {metrics['perplexity']:.2f}  "
-                          + textwrap.shorten(text, 80))
+            common.print0(f"step {done:6d}  valid perplexity "
+                          f"{metrics['perplexity']:.2f}  {textwrap.shorten(text, 80)}")
 
         # Save. A resumed run repeats what came after the last save.
         if evaluating and rank == 0:
             better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="language modelling", args=vars(args), step=done, metrics=metrics,
-                         best=best, model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **data)
+            state = dict(task="language modelling", args=vars(args), step=done,
+                         model=model.state_dict(), optimizer=optimizer.state_dict(),
+                         model_config=asdict(config), metrics=metrics, best=best,
+                         **data, seen=seen, spaced=as_spaced)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
-        if logging:
-            clock, pending = time.perf_counter(), []    # the speed excludes evaluation and saving
+        if logging:                             # the speed excludes evaluation and saving
+            clock = time.perf_counter()
+            pending = []
 
-    common.print0(f"{args.data} {args.attn}: valid perplexity {metrics['perplexity']:.2f} "
-                  f"(segment-wise), {(time.perf_counter() - began) / 60:.1f} minutes")
+    if stop == 0:
+        return common.print0("no step was trained, so there is no checkpoint")
+    minutes = (time.perf_counter() - began) / 60
+    common.print0(f"{args.data} {args.attn}: valid perplexity "
+                  f"{metrics['perplexity']:.2f} (segment-wise), {minutes:.1f} minutes")
     if best:                                                        # in the first process
-        common.print0(f"best.pt: step {best['step']}, lowest perplexity {best['perplexity']:.2f}")
+        common.print0(f"best.pt: step {best['step']}, lowest perplexity "
+                      f"{best['perplexity']:.2f}")
     common.print0(f"next: python train_lm.py --eval_only {args.out_dir}")
 
 
