@@ -172,7 +172,9 @@ def get_args():
     else:
         common.reject_flags(typed & {"num_images"}, f"with --data {args.data}")
     if checkpoint:
-        common.reject_flags(typed & {"out_dir", "backbone"}, "with --resume")
+        common.reject_flags(typed & {"out_dir"}, "with --resume")
+        if args.backbone != checkpoint["args"]["backbone"]:
+            common.reject_flags({"backbone"}, "with --resume")
         args.out_dir = args.resume
         return args, checkpoint
 

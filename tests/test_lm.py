@@ -7,7 +7,8 @@ import torch.nn.functional as F
 import lm
 from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
-from lm import LM, LM_SIZES, LMConfig, chunked_nll, reads_the_future
+from lm import (LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint,
+                reads_the_future)
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
 LMTOOL = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
@@ -205,3 +206,32 @@ def test_long_windows_and_leaking_samplers_are_errors():
         small(attn="rpc", rpc_layers=(0,), pap=dict(mu_over="all")).generate(words(), 1)
     # no RPC layer, no leak
     assert small(pap=dict(mu_over="all")).generate(words(), 1).shape == (2, 13)
+
+
+@pytest.mark.parametrize("cutoffs", [(), (8, 16, 32)])
+def test_a_target_that_is_no_word_is_an_error(cutoffs):
+    """PyTorch's default gives -100 the loss 0, which lowers the perplexity."""
+    targets = words(seed=2)
+    targets[:, 6:] = -100
+    with pytest.raises(IndexError, match="Target -100 is out of bounds"):
+        small(cutoffs=cutoffs)(words(), targets)
+
+
+def test_a_large_full_softmax_runs_in_chunks(monkeypatch):
+    model, targets = small(), words(seed=2)
+    plain = model(words(), targets)
+    made, wide = [], lm.wide
+    monkeypatch.setattr(lm, "wide", lambda x: made.append(x.numel()) or wide(x))
+    monkeypatch.setattr(lm, "MAX_LOGITS", 24 * 53)
+    assert torch.equal(model(words(), targets), plain) and made == [24 * 53]        # all at once
+    made.clear()
+    monkeypatch.setattr(lm, "MAX_LOGITS", 24 * 53 - 1)
+    monkeypatch.setitem(lm.CHUNK, "cpu", 1)
+    monkeypatch.setattr(lm, "MIN_ROWS", 5)
+    assert_close(model(words(), targets), plain)
+    assert max(made) == 5 * 53 and sum(made) == 24 * 53
+
+
+def test_checkpoints_of_other_tasks_are_errors():
+    with pytest.raises(InputError, match="for classification, expected one of train_lm.py"):
+        lm_from_checkpoint(dict(task="classification"))

@@ -27,9 +27,10 @@ CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.
 
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
 SMALL = {"train_cls.py": "--max_steps 2", "eval_robust.py": "--measures clean --limit 8",
-         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0 --limit 4 "
-                         "--severities 3",
-         "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0 --limit 500"}  # per script
+         "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0",
+         "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0"}      # per script
+EVALUATION = {"train_seg.py": "--num_workers 0 --limit 4 --severities 3",
+              "train_lm.py": "--limit 500"}                                 # with --eval_only
 
 
 def blocks(language, text=README):
@@ -94,7 +95,8 @@ def test_commands_run_in_order(section, tree, done):
             continue                                    # README installs it in the line before
         if words[:1] == ["plot.py"] and not find_spec("matplotlib"):
             continue
-        small = SMALL.get(words[0], "").split()
+        flags = EVALUATION if "--eval_only" in words else SMALL
+        small = flags.get(words[0], "").split()
         if words[0] == "train_cls.py" and not {"--data_dir", "--resume"} & set(words):
             small = SCENES.split()
         device = ["--device", "cpu"] if words[0] in SMALL else []

@@ -11,8 +11,9 @@ from PIL import Image
 
 from data import masks
 from common import InputError
-from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, ade20k, finish_views,
-                        load_segmentation, resize, resized, training_view)
+from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, MaskRules, TrainingViews, ade20k,
+                        finish_views, load_segmentation, own_folder, resize, resized,
+                        training_view)
 from data.rng import VIEW, uniform
 from data.shapes import render_scenes
 from runs import make_pairs
@@ -144,3 +145,85 @@ def test_wrong_annotations_are_named(root):
     path.unlink()
     with pytest.raises(InputError, match="1.\\*"):
         ade20k(root, "training", 4)
+
+
+# --- your own folder: an evaluation has the rules of the training ---------------------------------
+
+RED_BLUE, BLUE_RED = ([0, 0, 0, 200, 40, 40, 40, 60, 210], [0, 0, 0, 40, 60, 210, 200, 40, 40])
+
+
+def make_masks(root, values, n=20, palette=None, images=range(1000)):
+    """Write n pairs whose masks have these values; image i has the brightness images[i]."""
+    for part in ("images", "annotations"):
+        (root / part).mkdir(parents=True)
+    for i in range(n):
+        label = np.array(values, np.uint8).repeat(8)[None].repeat(16, 0)
+        mask = Image.fromarray(label)
+        if palette:
+            mask = mask.convert("P")
+            mask.putdata(label.flatten().tolist())
+            mask.putpalette(palette)
+        mask.save(root / f"annotations/{i:02}.png")
+        Image.fromarray(np.full((*label.shape, 3), images[i], np.uint8)).save(
+            root / f"images/{i:02}.png")
+    return root
+
+
+def rules_of(root):
+    return own_folder(root, ["train"])[0].rules
+
+
+def test_an_evaluation_has_the_trainings_palette(tmp_path):
+    rules = rules_of(make_masks(tmp_path / "train", [0, 1, 2], palette=RED_BLUE))
+    classes = [f"value {k}" for k in range(3)]
+    same = make_masks(tmp_path / "same", [0, 1, 2], palette=RED_BLUE)
+    other = make_masks(tmp_path / "other", [0, 2, 1], palette=BLUE_RED)
+    grey = make_masks(tmp_path / "grey", [0, 1, 2])
+    assert len(own_folder(same, ["all"], classes, rules=rules)[0]) == 20
+    for root in (other, grey):
+        with pytest.raises(InputError, match="training masks and .*different palettes"):
+            own_folder(root, ["all"], classes, rules=rules)
+    assert rules_of(grey) == MaskRules("", None)
+
+
+def test_an_evaluation_has_the_trainings_255(tmp_path):
+    two = ["value 0", "value 1"]
+    roots = {name: make_masks(tmp_path / name, values) for name, values in dict(
+        plain=[0, 1], ignored=[0, 1, 255], binary=[0, 255], zero=[0]).items()}
+    rules = {name: rules_of(roots[name]) for name in ("plain", "ignored", "binary")}
+    assert [rules[name].label_of_255 for name in rules] == [None, 255, 1]
+
+    def labels(root, rule):
+        tree, = own_folder(roots[root], ["all"], two, rules=rules[rule])
+        return tree[0][1].unique().tolist()
+    assert labels("binary", "binary") == labels("plain", "binary") == [0, 1]
+    assert labels("zero", "binary") == [0]
+    assert labels("binary", "ignored") == [0, 255]      # not class 1, as the folder alone suggests
+    assert labels("ignored", "plain") == [0, 1, 255]
+    for root, rule, word in (("ignored", "binary", "in which 255 is class 1"),
+                             ("binary", "plain", "without 255")):
+        with pytest.raises(InputError, match=word):
+            labels(root, rule)
+
+
+def test_copies_of_training_images_are_not_held_out(tmp_path):
+    """Half of the images have a copy under another name."""
+    root = make_masks(tmp_path / "mine", [0, 1], 60, images=[*range(40), *range(20)])
+    train, val, test = own_folder(root, ["train", "val", "test"])
+    pixels = [{int(image[0, 0, 0]) for image, _ in tree} for tree in (train, val, test)]
+    assert len(train) == 48 and pixels[0].isdisjoint(pixels[1] | pixels[2])
+    assert 2 <= len(val) < 6 and 2 <= len(test) < 6
+    one = make_masks(tmp_path / "one", [0, 1], images=[7] * 20)
+    with pytest.raises(InputError, match="'val' were used in training, or are copies"):
+        own_folder(one, ["train", "val"])
+
+
+def test_data_sets_need_their_folder_and_classes(tmp_path):
+    flags = Namespace(data="folder", data_dir=None, num_classes=None)
+    for data in ("folder", "camvid", "ade20k"):
+        flags.data = data
+        with pytest.raises(InputError, match=f"--data {data} needs --data_dir"):
+            load_segmentation(flags, ["test"])
+    flags = Namespace(data="folder", data_dir=make_masks(tmp_path / "a", [0, 1]), num_classes=3)
+    with pytest.raises(InputError, match="--num_classes 3: .* has 2 classes"):
+        load_segmentation(flags, ["train"])

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from vit import resize_pos_embed
+from common import InputError
 from data.masks import resize
-from segmenter import (Segmenter, SegmenterConfig, confusion, evaluate, predict_classes,
-                       scores)
+from fan import FAN, FANConfig
+from segmenter import (Segmenter, SegmenterConfig, confusion, encoder_size, evaluate,
+                       load_encoder, predict_classes, scores, segmenter_from_checkpoint)
 
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
@@ -139,10 +141,54 @@ def test_evaluation_uses_index_and_change_and_keeps_mode():
 
 
 def test_wrong_settings_and_windows_are_errors():
-    for bad in (dict(decoder_attn="both"), dict(num_classes=256), dict(image_size=36)):
+    for bad in (dict(decoder_attn="both"), dict(num_classes=256), dict(image_size=36),
+                dict(architecture="cnn")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             SegmenterConfig(**{**SMALL, **bad})
     for bad in (dict(window=30), dict(stride=33)):
         with pytest.raises(ValueError, match=next(iter(bad))):
             predict_classes(small(), torch.rand(3, 40, 40),
                             **dict(size=32, window=32, stride=16) | bad)
+
+
+def test_a_fan_encoder_has_the_classifiers_tokens():
+    """The patch tokens are those that the classifier's first class block gets."""
+    settings = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2, attn="rpc",
+                    eps=1e-5)
+    torch.manual_seed(1)
+    fan, seen = FAN(FANConfig(**settings)).eval(), []
+    m = small(architecture="fan", attn="rpc")
+    load_encoder(m, fan, "fan.pt")
+    fan.cls_attn_blocks[0].register_forward_hook(lambda *call: seen.append(call[1][0]))
+    x = torch.rand(2, 3, 32, 32)
+    fan(x)
+    tokens = m.encoder.tokens((x - fan.mean) / fan.std)
+    close(tokens, fan.norm(seen[0][:, 1:]), atol=1e-6)
+    assert m(x).shape == (2, 4, 32, 32)
+    names = {name.split(".")[1] for name, _ in m.named_parameters() if name.startswith("encoder")}
+    assert names == {"patch_embed", "pos_embed", "blocks", "norm"}      # DDP wants no unused ones
+
+
+def test_a_fan_encoder_reads_windows_of_any_size():
+    m = small(architecture="fan")
+    large = Segmenter(SegmenterConfig(**SMALL | dict(image_size=48, architecture="fan"))).eval()
+    large.load_state_dict(m.state_dict())
+    image = torch.rand(3, 60, 50)
+    how = dict(size=48, window=48, stride=24)
+    assert torch.equal(predict_classes(m, image, **how), predict_classes(large, image, **how))
+    with pytest.raises(ValueError, match="56 x 64 pixels: a FAN needs square"):
+        m(image[None])
+
+
+def test_sizes_of_encoders_have_names():
+    for name, size in dict(nano=(64, 4, 2), fan_tiny=(192, 12, 4), tiny=(192, 12, 3)).items():
+        width, depth, heads = size
+        config = SegmenterConfig(embed_dim=width, depth=depth, num_heads=heads)
+        assert encoder_size(config) == name
+    with pytest.raises(InputError, match="width 48, depth 2 and 2 heads"):
+        encoder_size(SegmenterConfig(**SMALL))
+
+
+def test_checkpoints_of_other_tasks_are_errors():
+    with pytest.raises(InputError, match="for classification, expected one of train_seg.py"):
+        segmenter_from_checkpoint(dict(task="classification"))

@@ -205,3 +205,45 @@ def test_processes_share_the_windows():
     parts = [sliding_nll(model, text, 16, 3, 8, rank, 3) for rank in range(3)]
     assert torch.equal(sum(parts), sliding_nll(model, text, 16, 3, 8))
     assert all((part == 0).any() for part in parts)
+
+
+def test_short_lines_may_be_equal_by_chance(folder):
+    """A line of fewer than eight words does not make a new paragraph a seen one."""
+    short, long = "He said no to her again .", "He said no to her again and again ."
+    page = "\n".join([short, long, "Page {} of the book ."]) + "\n\n"
+    Path("book.txt").write_text("".join(page.format(i) for i in range(40)))
+    seen = seen_lines("book.txt")
+    fresh = [f"A new page, {short}", f"{short}\nIt ends here .", f"{long}\nIt ends here ."]
+    Path("fresh.txt").write_text("\n\n".join(fresh * 7))
+    unseen = lines_to_score("folder", "fresh.txt", seen)["unseen"]
+    assert unseen == ["A new page , " + short, short + " It ends here ."] * 7
+
+
+def test_a_text_is_unseen_only_if_known(folder):
+    Path("book.txt").write_text(BOOK)
+    texts = lines_to_score("folder", "book.txt", [])            # trained on token files, or on pydoc
+    assert list(texts) == ["text"] and len(texts["text"]) == 40
+
+
+def test_a_text_has_the_trainings_tokens(folder):
+    """Token files are not spaced, so a network that was trained on them gets words as they are."""
+    Path("new.txt").write_text("don't  stop @-@ <unk>,\nnow.\n")
+    assert data_text.is_spaced("new.txt") and data_text.is_spaced(None)
+    assert not data_text.is_spaced(folder)
+    for as_spaced, line in ((True, "don't stop @ - @ < unk > ,"), (False, "don't stop @-@ <unk>,")):
+        assert lines_to_score("folder", "new.txt", [], as_spaced) == {"text": [line] + ["now."] * (
+            not as_spaced) + ["now ."] * as_spaced}
+
+
+def test_texts_without_enough_lines_are_errors(folder):
+    for text, count in (("", 0), ("word " * 500, 1), ("a line\r" * 500, 1), ("a line\n" * 10, 10)):
+        Path("short.txt").write_bytes(text.encode())
+        with pytest.raises(InputError, match=f"short.txt has {count} lines .* at least 20"):
+            text_folder("folder", "short.txt")
+    Path("short.txt").write_text("a line\n" * 20)
+    text_folder("folder", "short.txt")
+    Path("short.txt").write_text("one line")                    # enough for an evaluation
+    assert lines_to_score("folder", "short.txt", [1]) == {"unseen": ["one line"]}
+    Path("short.txt").write_text(" \n")
+    with pytest.raises(InputError, match="short.txt contains no words"):
+        lines_to_score("folder", "short.txt", [1])
