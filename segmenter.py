@@ -365,15 +365,13 @@ def load_encoder(model, classifier, path):
     setting, because the weights could fit without an error. (Files with timm's names do not store
     the number of heads.)
     """
-    wrong = []
-    for name in ("embed_dim", "depth", "patch_size", "attn", "rpc_layers", "pap"):
-        theirs = getattr(classifier.config, name)
-        ours = getattr(model.config, name)
-        if theirs != ours:
-            wrong.append(f"{name} is {theirs} in {path}, but {ours} by the flags")
-    if isinstance(classifier, FAN) != isinstance(model.encoder, FAN):
-        wrong.append(f"{path} is a {type(classifier).__name__}, but the flags select a "
-                     f"{type(model.encoder).__name__}")
+    names = ("embed_dim", "depth", "patch_size", "attn", "rpc_layers", "pap")
+    theirs = {name: getattr(classifier.config, name) for name in names}
+    ours = {name: getattr(model.config, name) for name in names}
+    theirs["architecture"] = "fan" if isinstance(classifier, FAN) else "vit"
+    ours["architecture"] = model.config.architecture
+    wrong = [f"{name} is {value} in {path}, but {ours[name]} by the flags"
+             for name, value in theirs.items() if value != ours[name]]
     if wrong:
         raise InputError(f"--backbone: {'; '.join(wrong)}; choose the same, or --backbone none "
                          f"for random weights")

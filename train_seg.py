@@ -181,6 +181,8 @@ def get_args():
     for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
         if getattr(args, name) is None:
             setattr(args, name, value)
+    if "model" not in typed and args.backbone not in (None, "none"):
+        args.model = None                       # the size of the backbone
     # Scenes start from a classifier, because a small network learns little from scratch in minutes.
     if args.data == "shapes" and not args.backbone:
         shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"

@@ -152,10 +152,10 @@ def test_wrong_annotations_are_named(root):
 RED_BLUE, BLUE_RED = ([0, 0, 0, 200, 40, 40, 40, 60, 210], [0, 0, 0, 40, 60, 210, 200, 40, 40])
 
 
-def make_masks(root, values, n=20, palette=None, images=range(1000)):
+def make_masks(root, values, n=20, palette=None, images=range(1000), part=""):
     """Write n pairs whose masks have these values; image i has the brightness images[i]."""
-    for part in ("images", "annotations"):
-        (root / part).mkdir(parents=True)
+    for kind in ("images", "annotations"):
+        (root / kind / part).mkdir(parents=True)
     for i in range(n):
         label = np.array(values, np.uint8).repeat(8)[None].repeat(16, 0)
         mask = Image.fromarray(label)
@@ -163,9 +163,9 @@ def make_masks(root, values, n=20, palette=None, images=range(1000)):
             mask = mask.convert("P")
             mask.putdata(label.flatten().tolist())
             mask.putpalette(palette)
-        mask.save(root / f"annotations/{i:02}.png")
-        Image.fromarray(np.full((*label.shape, 3), images[i], np.uint8)).save(
-            root / f"images/{i:02}.png")
+        mask.save(root / "annotations" / part / f"{i:02}.png")
+        pixels = np.full((*label.shape, 3), images[i], np.uint8)
+        Image.fromarray(pixels).save(root / "images" / part / f"{i:02}.png")
     return root
 
 
@@ -207,15 +207,19 @@ def test_an_evaluation_has_the_trainings_255(tmp_path):
 
 
 def test_copies_of_training_images_are_not_held_out(tmp_path):
-    """Half of the images have a copy under another name."""
-    root = make_masks(tmp_path / "mine", [0, 1], 60, images=[*range(40), *range(20)])
-    train, val, test = own_folder(root, ["train", "val", "test"])
-    pixels = [{int(image[0, 0, 0]) for image, _ in tree} for tree in (train, val, test)]
-    assert len(train) == 48 and pixels[0].isdisjoint(pixels[1] | pixels[2])
-    assert 2 <= len(val) < 6 and 2 <= len(test) < 6
-    one = make_masks(tmp_path / "one", [0, 1], images=[7] * 20)
+    """val/ and test/ contain copies of images in train/."""
+    root = tmp_path / "mine"
+    for part, images in dict(train=range(9), val=[1, 20, 2, 21], test=[3, 22]).items():
+        make_masks(root, [0, 1], len(images), images=images, part=part)
+    trees = own_folder(root, ["train", "val", "test"])
+    pixels = [[int(image[0, 0, 0]) for image, _ in tree] for tree in trees]
+    assert [sorted(part) for part in pixels] == [[*range(9)], [20, 21], [22]]
+    assert len(own_folder(root, ["all"])[0]) == 2               # what training saw is not known
+    copies = tmp_path / "copies"
+    for part in ("train", "val", "test"):
+        make_masks(copies, [0, 1], 5, part=part)
     with pytest.raises(InputError, match="'val' were used in training, or are copies"):
-        own_folder(one, ["train", "val"])
+        own_folder(copies, ["train", "val"])
 
 
 def test_data_sets_need_their_folder_and_classes(tmp_path):

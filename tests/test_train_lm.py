@@ -1,7 +1,9 @@
 """Test train_lm.py alone; test_train.py tests the behaviour of all trainers."""
 
+import io
 import os
 import shutil
+import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ import train_lm
 from data import text as data_text
 from data.rng import DROPOUT, seed_from
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
+from processes import group
 from runs import call, log, make_text, refused, rows
 
 SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
@@ -110,3 +113,99 @@ def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
     assert all(text.startswith("the cat of") for text in texts)
     assert texts[0] == texts[1] != texts[2]
     assert sorted(Path("a").iterdir()) == files
+
+
+def test_an_evaluation_has_the_trainings_tokens(capsys):
+    """Token files contain "@-@" and <unk> as words; a text file is cut at punctuation marks."""
+    train(SMALL, "--out_dir a --steps 1")
+    Path("new.txt").write_text("the cat of ann saw 1 @-@ year old <unk> , and it ran .\n" * 9)
+    train("--eval_only a --data_dir new.txt")
+    row, = common.read_log("a/results.jsonl")
+    assert row["settings"]["split"] == "text"           # whether it is unseen is not known
+    assert row["images"] == 9 * 16 and row["unknown"] == pytest.approx(100 / 16)    # with <eos>
+    Path("own.txt").write_text("the cat's hat, it ran.\n\n" * 80)
+    train(SMALL, "--data_dir own.txt --data wikitext --out_dir b --steps 1")
+    Path("fresh.txt").write_text("the cat's hat, it sat.\n" * 9)
+    train("--eval_only b --data_dir fresh.txt --out_dir c")
+    row, = common.read_log("c/results.jsonl")
+    assert row["settings"]["split"] == "unseen" and row["images"] == 9 * 8
+    assert row["unknown"] == pytest.approx(100 / 8)     # "sat"
+    capsys.readouterr()
+    train("--sample b --words 0 --prompt", ["the cat's hat, it"])
+    assert capsys.readouterr().out == "the cat's hat, it\n"
+    checkpoint = common.load("b")
+    old = {name: value for name, value in checkpoint.items() if name != "spaced"}
+    assert train_lm.was_spaced(old) is train_lm.was_spaced(checkpoint) is True
+    assert train_lm.was_spaced(common.load("a")) is False
+
+
+def test_the_data_of_an_evaluation_act():
+    train(SMALL, "--out_dir a --steps 1")
+    assert "--data wikitext needs --data_dir" in bad("--eval_only a --data wikitext")
+    shutil.copytree("text", "other")
+    train("--eval_only a --data wikitext --data_dir other")
+    assert {row["data_dir"] for row in common.read_log("a/results.jsonl")} == {"other"}
+
+
+def test_flags_without_effect_are_errors():
+    train(SMALL, "--out_dir a --steps 1")
+    for given, flag in (("--eval_only a --context 8", "--context"), ("--limit 3", "--limit"),
+                        ("--eval_only a --lambd 3", "--lambd"), ("--window 8", "--window"),
+                        ("--eval_only a --n_iter 2", "--n_iter"),
+                        ("--sample a --stride 3", "--stride"), ("--resume a --out_dir b", "--out_dir"),
+                        ("--sample a --eval_only a", "--eval_only")):
+        assert f"{flag}: no effect" in bad(given), given
+
+
+def test_likely_mistakes_are_one_line():
+    for given, words in (("--steps -1", "--steps: -1: expected 1 or more"),
+                         ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
+                         ("--rpc_layers first", "--rpc_layers first: expected"),
+                         ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
+                         ("--cutoffs x", "--cutoffs x"), ("--cutoffs 5,9999", "expected increasing")):
+        assert words in bad(SMALL, given)
+    train(SMALL, "--out_dir a --steps 1")
+    assert "--window 17: expected at most 16" in bad("--eval_only a --window 17")
+
+
+def test_max_steps_0_trains_no_step(capsys):
+    train(SMALL, "--max_steps 0 --out_dir a")
+    assert not Path("a/last.pt").exists() and not log("a")
+    assert "no step was trained" in capsys.readouterr().out
+
+
+def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):
+    """The output has an encoding without Greek letters."""
+    Path("greek.txt").write_text("\u03bb\u03cc\u03b3\u03bf\u03c2 \u03ba\u03b1\u03b9 .\n" * 200)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        call(lambda: common.run(train_lm.main), SMALL, "--data_dir greek.txt --out_dir a --steps 1")
+    out.flush()
+    assert common.load("a")["step"] == 1 and rb"\u03" in out.buffer.getvalue()
+
+
+def test_an_evaluation_has_no_tf32(monkeypatch):
+    train(SMALL, "--out_dir a --steps 1")
+    wanted = []
+    monkeypatch.setattr(common, "use_bf16", lambda amp, device: wanted.append(amp))
+    train("--eval_only a")
+    assert wanted == [False]
+
+
+def main_on_own_data():
+    """Run main() in the folder of this process, and print its error."""
+    os.chdir(f"node{os.environ['RANK']}")
+    try:
+        train_lm.main()
+    except common.InputError as error:
+        print(error)
+
+
+def test_processes_with_other_texts_stop():
+    for node in (0, 1):
+        Path(f"node{node}").mkdir()
+        make_text(f"node{node}/text", seed=node)
+    printed = group(main_on_own_data, [*SMALL, "--out_dir", "a"])
+    assert all("the processes have different data" in text for text in printed)
+    assert not list(Path().glob("node*/a/log.jsonl"))

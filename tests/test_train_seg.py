@@ -1,6 +1,9 @@
 """Test train_seg.py alone; test_train.py tests the behaviour of all trainers."""
 
+import json
+import os
 import re
+import shutil
 from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
@@ -14,12 +17,17 @@ from timm.optim import param_groups_weight_decay
 
 import common
 import train_seg
+from common import InputError
 from fixtures import ROOT
-from data.masks import Scenes, SegTree, TrainingViews, ade20k, finish_views
+from data.masks import (Scenes, SegTree, TrainingViews, ade20k, finish_views,
+                        load_segmentation, own_folder)
 from data.rng import DROPOUT, epoch_order, seed_from
+from fan import FAN, FAN_SIZES, FANConfig
+from processes import group
 from runs import call, flags, log, make_pairs, refused, rows
 from segmenter import (Segmenter, SegmenterConfig, confusion, predict_classes, scores,
                        segmenter_from_checkpoint)
+from test_segmentation import make_masks
 from vit import SIZES, ViT, ViTConfig
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -144,7 +152,8 @@ def test_a_backbone_has_the_attention_of_the_flags(root, monkeypatch):
     line = bad(run, "--rpc_layers 1 --n_iter 3 --lambd 3")
     assert "pap is {'n_iter': 2" in line and "rpc.pt, but {'n_iter': 3" in line
     for flag, wrong in (("--model micro", "embed_dim is 64"), ("--rpc_layers 0", "rpc_layers"),
-                        ("--patch_size 4", "patch_size is 8"), ("--model fan_tiny", "FAN")):
+                        ("--patch_size 4", "patch_size is 8"),
+                        ("--model fan_tiny", "architecture is vit")):
         assert wrong in bad(run, own, flag)
     train(run, own, "--out_dir a")
     checkpoint = common.load("a")
@@ -162,3 +171,137 @@ def test_a_backbone_may_have_timms_names(root):
     torch.save({"model": model.state_dict()}, "deit.pt")            # like DeiT's files
     train(ADE, [root], "--size 32 --attn softmax --backbone deit.pt --out_dir a")
     assert common.load("a")["model_config"]["attn"] == "softmax"
+
+
+def fan_classifier(path):
+    """Write a FAN's checkpoint like train_cls.py."""
+    config = FANConfig(**FAN_SIZES["fan_tiny"], image_size=32, patch_size=8, num_classes=7)
+    model = FAN(config)
+    torch.save(dict(task="classification", architecture="fan", model=model.state_dict(),
+                    step=3, model_config=asdict(config)), path)
+    return model
+
+
+def test_a_fan_is_a_backbone(root, capsys):
+    """Its size needs no flag; the run resumes, and its checkpoint alone is evaluated."""
+    backbone = fan_classifier("fan.pt")
+    run = flags(ADE.replace("--model nano", ""), [root], "--size 32 --attn softmax --batch_size 3")
+    assert "architecture is fan" in bad(run, "--backbone fan.pt --model tiny")
+    train(run, "--backbone fan.pt --lr 0 --out_dir a")
+    checkpoint = common.load("a")
+    assert checkpoint["args"]["model"] == "fan_tiny"
+    weights = checkpoint["model"]
+    name = "blocks.1.attn.kv.weight"
+    assert torch.equal(weights[f"encoder.{name}"], backbone.state_dict()[name])
+    train("--resume a --max_steps 2")
+    assert common.load("a")["step"] == 2
+    train("--eval_only a --severities --num_workers 0 --window 24")         # 3 x 3 patches, not 4 x 4
+    assert "| clean " in capsys.readouterr().out
+
+
+def test_images_of_the_backbone_are_never_tested(root):
+    """They are stored in the run's checkpoint, also after a resume."""
+    model = classifier("a.pt", attn="symmetric")
+    checkpoint = torch.load("a.pt")
+    mine = Path("mine")
+    for part in ("images", "annotations"):
+        shutil.copytree(root / part / "validation", mine / part)
+    tree, = own_folder("mine", ["all"])
+    torch.save(checkpoint | dict(seen=tree.hashes[:4]), "a.pt")             # two images
+    train(ADE, [root], "--size 32 --attn symmetric --backbone a.pt --out_dir b --max_steps 1")
+    train("--resume b --max_steps 2")
+    run = common.load("b")
+    assert {*tree.hashes[:4]} == {*run["seen"]}
+    Path("mine/classes.txt").write_text("\n".join(map(str, range(5))))
+    args = Namespace(data="folder", data_dir="mine", num_classes=None)
+    test, = load_segmentation(args, ["all"], list("01234"), run["seen"])
+    assert len(tree) == 5 and len(test) == 3
+    assert model.config.attn == run["args"]["attn"]
+
+
+def test_an_evaluation_has_the_rules_of_the_training(root, capsys):
+    colours = [0, 0, 0, 200, 40, 40, 40, 60, 210]
+    make_masks(Path("one"), [0, 1, 2], palette=colours)
+    make_masks(Path("other"), [0, 2, 1], palette=colours[:3] + colours[6:] + colours[3:6])
+    make_masks(Path("new"), [0, 1, 2], n=3, palette=colours, images=range(50, 60))
+    train("--data_dir one --max_steps 1 --size 24 --num_workers 0 --out_dir a")
+    seen = len(common.load("a")["seen"])
+    run = "--eval_only a --severities --num_workers 0"
+    train(run)
+    train(run, "--data_dir new")
+    assert "other" in bad(run, "--data_dir other") and "palettes" in bad(run, "--data_dir other")
+    found = [json.loads(line) for line in Path("a/results.jsonl").read_text().splitlines()]
+    assert seen == 36 and [row["images"] for row in found] == [2, 3]        # of 20 images
+    train(ADE, [root], "--size 32 --attn symmetric --backbone none --out_dir b")
+    train("--eval_only b --severities --num_workers 0 --data_dir", [root])  # in ADE20K's layout
+    assert json.loads(Path("b/results.jsonl").read_text())["data"] == "ade20k"
+
+
+def test_the_data_of_an_evaluation_act(root):
+    train("--num_images 40 --max_steps 1 --out_dir a")
+    for given, words in (("--data camvid", "--data camvid needs --data_dir"),
+                         ("--data folder", "--data folder needs --data_dir"),
+                         ("--data shapes --data_dir x", "--data_dir: no effect")):
+        assert words in bad("--eval_only a --severities", given)
+    assert "no folder" in bad("--eval_only a --severities --data_dir x")
+
+
+def test_flags_without_effect_are_errors(root):
+    for given, flag in (("--eval_only a --size 48", "--size"), ("--eval_only a --lambd 3", "--lambd"),
+                        ("--eval_only a --amp", "--amp"), ("--eval_only a --resume b", "--resume"),
+                        ("--limit 3", "--limit"), ("--severities", "--severities"),
+                        ("--data_dir a --data shapes", "--data_dir"),
+                        ("--data_dir a --num_images 9", "--num_images")):
+        if "--resume" in given:
+            train("--num_images 40 --max_steps 1 --out_dir b")
+        assert f"{flag}: no effect" in bad(given), given
+    for given in ("--out_dir c", "--backbone none"):
+        assert f"{given.split()[0]}: no effect with --resume" in bad("--resume b", given)
+    train("--resume b --max_steps 2 --backbone", [common.load("b")["args"]["backbone"]])
+
+
+def test_likely_mistakes_are_one_line():
+    for given, words in (("--epochs -1", "--epochs: -1: expected 1 or more"),
+                         ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
+                         ("--rpc_layers first", "--rpc_layers first: expected"),
+                         ("--batch_size 0", "--batch_size"), ("--dropout 2", "from 0 to 1"),
+                         ("--lr nan", "--lr"), ("--severities 6", "--severities")):
+        assert words in bad("--num_images 40", given)
+
+
+def test_max_steps_0_trains_no_step(capsys):
+    train("--num_images 40 --max_steps 0 --out_dir a")
+    assert not Path("a/last.pt").exists() and not log("a")
+    assert "no step was trained" in capsys.readouterr().out
+
+
+def test_the_learning_rate_never_exceeds_lr():
+    for lr in (1e-3, 1e-6, 0.0):
+        rates = [train_seg.learning_rate(k, 9, Namespace(lr=lr)) for k in range(10)]
+        assert rates[0] == max(rates) == lr and rates[-1] == min(lr, common.MIN_LR)
+
+
+def test_an_evaluation_has_no_tf32(monkeypatch):
+    train("--num_images 40 --max_steps 1 --out_dir a")
+    wanted = []
+    monkeypatch.setattr(common, "use_bf16", lambda amp, device: wanted.append(amp))
+    train("--eval_only a --severities")
+    assert wanted == [False]
+
+
+def main_on_own_data():
+    """Run main() in the folder of this process, and print its error."""
+    os.chdir(f"node{os.environ['RANK']}")
+    try:
+        train_seg.main()
+    except InputError as error:
+        print(error)
+
+
+def test_processes_with_other_masks_stop():
+    for node, values in enumerate(([0, 1, 2], [0, 2, 1])):
+        make_masks(Path(f"node{node}/mine"), values)
+    run = "--data_dir mine --size 24 --max_steps 2 --num_workers 0 --out_dir a"
+    printed = group(main_on_own_data, flags(run))
+    assert all("the processes have different data" in text for text in printed)
+    assert not list(Path().glob("node*/a/log.jsonl"))
