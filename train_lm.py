@@ -382,7 +382,10 @@ def main():
     if compiling and model.adaptive:               # the adaptive softmax has data-dependent shapes
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
-    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
+    net = compiled
+    if world > 1:
+        net = DDP(compiled, gradient_as_bucket_view=True)
+        net.broadcast_buffers = False           # they are constant
 
     log = common.start_log(args, first, model, device, vocab_size=len(vocab),
                            train_tokens=len(corpus.train))

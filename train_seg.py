@@ -400,7 +400,10 @@ def main():
     # `model`, which has the same weights, is evaluated and saved.
     compiling = device.type == "cuda" if args.compile is None else args.compile
     compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
-    net = compiled if world == 1 else DDP(compiled, gradient_as_bucket_view=True)
+    net = compiled
+    if world > 1:
+        net = DDP(compiled, gradient_as_bucket_view=True)
+        net.broadcast_buffers = False           # share_buffers does it before an evaluation
 
     log = common.start_log(args, first, model, device, training_images=len(train))
 

@@ -221,7 +221,7 @@ def test_short_lines_may_be_equal_by_chance(folder):
 
 def test_a_text_is_unseen_only_if_known(folder):
     Path("book.txt").write_text(BOOK)
-    texts = lines_to_score("folder", "book.txt", [])            # trained on token files, or on pydoc
+    texts = lines_to_score("folder", "book.txt", [])    # trained on token files, or on pydoc
     assert list(texts) == ["text"] and len(texts["text"]) == 40
 
 

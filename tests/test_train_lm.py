@@ -152,7 +152,8 @@ def test_flags_without_effect_are_errors():
     for given, flag in (("--eval_only a --context 8", "--context"), ("--limit 3", "--limit"),
                         ("--eval_only a --lambd 3", "--lambd"), ("--window 8", "--window"),
                         ("--eval_only a --n_iter 2", "--n_iter"),
-                        ("--sample a --stride 3", "--stride"), ("--resume a --out_dir b", "--out_dir"),
+                        ("--sample a --stride 3", "--stride"),
+                        ("--resume a --out_dir b", "--out_dir"),
                         ("--sample a --eval_only a", "--eval_only")):
         assert f"{flag}: no effect" in bad(given), given
 
@@ -162,7 +163,8 @@ def test_likely_mistakes_are_one_line():
                          ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
                          ("--rpc_layers first", "--rpc_layers first: expected"),
                          ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
-                         ("--cutoffs x", "--cutoffs x"), ("--cutoffs 5,9999", "expected increasing")):
+                         ("--cutoffs x", "--cutoffs x"),
+                         ("--cutoffs 5,9999", "expected increasing")):
         assert words in bad(SMALL, given)
     train(SMALL, "--out_dir a --steps 1")
     assert "--window 17: expected at most 16" in bad("--eval_only a --window 17")

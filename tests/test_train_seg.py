@@ -195,7 +195,7 @@ def test_a_fan_is_a_backbone(root, capsys):
     assert torch.equal(weights[f"encoder.{name}"], backbone.state_dict()[name])
     train("--resume a --max_steps 2")
     assert common.load("a")["step"] == 2
-    train("--eval_only a --severities --num_workers 0 --window 24")         # 3 x 3 patches, not 4 x 4
+    train("--eval_only a --severities --num_workers 0 --window 24")         # 3 x 3 patches
     assert "| clean " in capsys.readouterr().out
 
 
@@ -247,7 +247,8 @@ def test_the_data_of_an_evaluation_act(root):
 
 
 def test_flags_without_effect_are_errors(root):
-    for given, flag in (("--eval_only a --size 48", "--size"), ("--eval_only a --lambd 3", "--lambd"),
+    for given, flag in (("--eval_only a --size 48", "--size"),
+                        ("--eval_only a --lambd 3", "--lambd"),
                         ("--eval_only a --amp", "--amp"), ("--eval_only a --resume b", "--resume"),
                         ("--limit 3", "--limit"), ("--severities", "--severities"),
                         ("--data_dir a --data shapes", "--data_dir"),
