@@ -160,7 +160,7 @@ def reject_flags(names, why):
 def parse_layers(text, depth):
     """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers."""
     layers = []
-    for part in text.replace(" ", "").replace("all", f"0-{depth - 1}").split(","):
+    for part in text.replace("all", f"0-{depth - 1}").split(","):
         if not re.fullmatch(r"\d+(-\d+)?", part):
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
         first, _, last = part.partition("-")
@@ -254,13 +254,6 @@ def allowed_cores():
 def default_workers():
     """Return the default of --num_workers: one process per core, at most 10."""
     return min(allowed_cores(), 10)
-
-
-def share_buffers(model):
-    """Copy the buffers of rank 0, such as the means of BatchNorm, to the other processes."""
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
 
 
 def use_bf16(wanted, device):

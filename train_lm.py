@@ -67,6 +67,8 @@ ONLY_IN_EVALUATION = {"window", "stride", "limit"}
 IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "seed", "device", "out_dir"}
 IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
+# Flags that may differ between the machines of one run.
+PER_MACHINE = dict.fromkeys(("data_dir", "device", "out_dir", "resume"))
 
 
 def get_args():
@@ -366,32 +368,39 @@ def main():
     tokens = corpus.train.tobytes() + corpus.valid.tobytes()
     data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
                 fingerprint=zlib.crc32(tokens))
-    common.same_everywhere(data, "data")
     if checkpoint:
         now = data | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
-    best = checkpoint.get("best", {})
+    best = common.best_evaluation(checkpoint, args.out_dir)
+    # All processes need equal data, flags and the same first step.
+    common.same_everywhere(data, "data")
+    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
     seen = seen_lines(args.data_dir)                    # for evaluations: paragraphs to leave out
     as_spaced = is_spaced(args.data_dir)
 
     # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
     # `model`, which has the same weights, is evaluated and saved.
-    compiling = device.type == "cuda" if args.compile is None else args.compile
-    if compiling and model.adaptive:               # the adaptive softmax has data-dependent shapes
-        model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
-    compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
+    compiled = model
+    if common.use_compile(args.compile, device):
+        if model.adaptive:                         # the adaptive softmax has data-dependent shapes
+            model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
+        compiled = torch.compile(model, mode="reduce-overhead")
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
         net.broadcast_buffers = False           # they are constant
 
+    if args.max_steps == 0:
+        return common.print0("--max_steps 0: no step was trained")
     log = common.start_log(args, first, model, device, vocab_size=len(vocab),
                            train_tokens=len(corpus.train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    stop = args.steps if args.max_steps is None else min(args.steps, args.max_steps)
+    stop = args.steps
+    if args.max_steps is not None:
+        stop = min(args.steps, args.max_steps)
     stop = max(first, stop)
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
@@ -458,8 +467,6 @@ def main():
             clock = time.perf_counter()
             pending = []
 
-    if stop == 0:
-        return common.print0("no step was trained, so there is no checkpoint")
     minutes = (time.perf_counter() - began) / 60
     common.print0(f"{args.data} {args.attn}: valid perplexity "
                   f"{metrics['perplexity']:.2f} (segment-wise), {minutes:.1f} minutes")

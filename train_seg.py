@@ -71,6 +71,10 @@ IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "num_workers", "window", "stride", "seed",
     "device", "out_dir"}
 
+# Flags that may differ between the machines of one run.
+PER_MACHINE = dict.fromkeys(
+    ("data_dir", "num_workers", "device", "backbone", "out_dir", "resume"))
+
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
@@ -387,28 +391,35 @@ def main():
     # change. Random numbers have no state: they depend on seed, step and sample only.
     fingerprints = [fingerprint(train), fingerprint(val)]
     data = dict(classes=list(train.classes), fingerprint=fingerprints)
-    common.same_everywhere(data, "data")
     mask_rules = train.rules._asdict() if train.rules else None
     if checkpoint:
         now = data | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, now, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
-    best = checkpoint.get("best", {})
+    best = common.best_evaluation(checkpoint, args.out_dir)
+    # All processes need equal data, flags and the same first step.
+    common.same_everywhere(data, "data")
+    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
 
     # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
     # `model`, which has the same weights, is evaluated and saved.
-    compiling = device.type == "cuda" if args.compile is None else args.compile
-    compiled = torch.compile(model, mode="reduce-overhead") if compiling else model
+    compiled = model
+    if common.use_compile(args.compile, device):
+        compiled = torch.compile(model, mode="reduce-overhead")
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
         net.broadcast_buffers = False           # share_buffers does it before an evaluation
 
+    if args.max_steps == 0:
+        return common.print0("--max_steps 0: no step was trained")
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = total if args.max_steps is None else min(total, args.max_steps)
+    stop = total
+    if args.max_steps is not None:
+        stop = min(total, args.max_steps)
     stop = max(first, stop)
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
@@ -458,8 +469,9 @@ def main():
         # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
         # each layer, which show whether RPC acts.
         metrics = {}
-        if evaluating:
+        if saving:
             common.share_buffers(model)
+        if evaluating:
             metrics = evaluate(model, val, size=args.size, window=args.window,
                                stride=args.stride, amp=amp, rank=rank, world=world,
                                num_workers=args.num_workers, progress="evaluating")
@@ -485,8 +497,6 @@ def main():
             clock = time.perf_counter()
             pending = []
 
-    if stop == 0:
-        return common.print0("no step was trained, so there is no checkpoint")
     if metrics:                             # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU "

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
@@ -272,7 +273,7 @@ def test_likely_mistakes_are_one_line():
 
 def test_max_steps_0_trains_no_step(capsys):
     train("--num_images 40 --max_steps 0 --out_dir a")
-    assert not Path("a/last.pt").exists() and not log("a")
+    assert not Path("a").exists()                       # another run may begin here
     assert "no step was trained" in capsys.readouterr().out
 
 
@@ -306,3 +307,27 @@ def test_processes_with_other_masks_stop():
     printed = group(main_on_own_data, flags(run))
     assert all("the processes have different data" in text for text in printed)
     assert not list(Path().glob("node*/a/log.jsonl"))
+
+
+def main_with_own_rate():
+    """Run main() with another --lr in each process, and print its error."""
+    sys.argv += ["--lr", f"1e-{os.environ['RANK']}"]
+    try:
+        train_seg.main()
+    except InputError as error:
+        print(error)
+
+
+def test_processes_with_other_flags_stop():
+    make_masks(Path("mine"), [0, 1, 2])
+    printed = group(main_with_own_rate, flags("--data_dir mine --size 24 --num_workers 0 --out_dir a --max_steps 1"))
+    assert all("the processes have different flags: [{'lr': 1.0}" in text for text in printed)
+
+
+def test_a_lost_best_is_replaced(capsys):
+    make_masks(Path("mine"), [0, 1, 2])
+    train("--data_dir mine --size 24 --num_workers 0 --out_dir a --max_steps 1")
+    Path("a/best.pt").unlink()
+    train("--resume a --max_steps 2")
+    assert "best.pt of step 1 is missing" in capsys.readouterr().out
+    assert common.load("a/best.pt")["step"] == 2
