@@ -267,8 +267,9 @@ NO_WORD = 2 ** 31                         # an id of no word: every target count
 
 
 def linear_nll(h, W, b, t):
-    """Compute the cross-entropy of logits h W^T + b: h (..., C), W (V, C), targets t (...) -> (...).
+    """Compute the cross-entropy of the logits h W^T + b and targets t.
 
+    h (..., C), W (V, C), b (V,), t (...) -> (...), in float32 or better.
     A target that is no word is an error; PyTorch's default would give -100 the loss 0.
     """
     logits = wide(F.linear(h, W, b)).flatten(0, -2)                             # (N, V)

@@ -157,7 +157,7 @@ def get_args():
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
         if typed.isdisjoint({"data", "data_dir"}):
-            args.data = None                    # the data of the training
+            args.data = None                    # evaluate_only takes the training's data
         return args, checkpoint
 
     common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")

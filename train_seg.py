@@ -70,7 +70,6 @@ ONLY_IN_EVALUATION = {"severities", "limit", "frost_dir"}
 IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "num_workers", "window", "stride", "seed",
     "device", "out_dir"}
-
 # Flags that may differ between the machines of one run.
 PER_MACHINE = dict.fromkeys(
     ("data_dir", "num_workers", "device", "backbone", "out_dir", "resume"))
@@ -167,7 +166,7 @@ def get_args():
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
         if "data" not in typed:
-            args.data = None                    # the data of the training, if they are not named
+            args.data = None                    # load_test_images takes the training's data
         return args, checkpoint
 
     common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")

@@ -320,7 +320,8 @@ def main_with_own_rate():
 
 def test_processes_with_other_flags_stop():
     make_masks(Path("mine"), [0, 1, 2])
-    printed = group(main_with_own_rate, flags("--data_dir mine --size 24 --num_workers 0 --out_dir a --max_steps 1"))
+    run = "--data_dir mine --size 24 --num_workers 0 --out_dir a --max_steps 1"
+    printed = group(main_with_own_rate, flags(run))
     assert all("the processes have different flags: [{'lr': 1.0}" in text for text in printed)
 
 
