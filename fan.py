@@ -72,7 +72,7 @@ class Positions(nn.Module):
         self.token_projection = nn.Conv2d(2 * POSITION_SIZE, dim, 1)
 
     def forward(self, side=None):
-        """side: patches per side of the grid (default: as in __init__)."""
+        """Embed a grid with `side` patches per side (default: as in __init__)."""
         code = self.code
         if side not in (None, self.side):
             code = position_code(side).to(self.code)
