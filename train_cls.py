@@ -70,14 +70,16 @@ def get_args():
     flag("--patch_size", type=positive, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="rpc is "
-         "RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
+         "RPC-Attention in --rpc_layers, symmetric elsewhere; rpca has robust PCA "
+         "in the place of PAP (default: rpc)")
     flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
          "0-3 or all; layer 0 is the first (default: 0)")
     flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
-         "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
-         "(default: 4)")
+         "RPC-Attention, or of robust PCA; the paper: 4 to 6 with --rpc_layers 0, and "
+         "2 with all (default: 4)")
     flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
-         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4; for rpca: 1)")
+         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4); for rpca a "
+         "factor of robust PCA's 1 / sqrt(tokens) (default: 1)")
     flag("--form", choices=FORMS, help="PAP as in the released code, as in the "
          "printed paper, or as in the paper with ADMM's sign (default: released)")
     flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
@@ -191,6 +193,8 @@ def reject_useless_flags(args, typed):
         reject(typed & {"rpc_layers"}, f"with --attn {args.attn}")
     if args.attn in ("softmax", "symmetric", "scaled_s", "scaled_alpha"):
         reject(typed & {"n_iter", "lambd", "form"}, f"with --attn {args.attn}")
+    if args.attn == "rpca":
+        reject(typed & {"form"}, "with --attn rpca")
 
 
 # Flags that may differ between the machines of one run.
@@ -471,7 +475,9 @@ def main():
     # `model`, which has the same weights, is evaluated and saved.
     compiled = model
     if common.use_compile(args.compile, device):
-        compiled = torch.compile(model, mode="reduce-overhead")
+        # rpca computes eigenvalues, for which the CPU waits; CUDA graphs forbid this.
+        mode = "default" if args.attn == "rpca" else "reduce-overhead"
+        compiled = torch.compile(model, mode=mode)
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)

@@ -86,9 +86,10 @@ def get_args():
     flag("--context", type=positive,
          help="tokens per window (default: set by --model)")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
-    # scaled_s is left out, because it needs a fixed number of tokens.
+    # scaled_s is left out, because it needs a fixed number of tokens; rpca, because robust PCA
+    # reads later tokens.
     attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
-    flag("--attn", choices=sorted(attentions - {"scaled_s"}), default="rpc",
+    flag("--attn", choices=sorted(attentions - {"scaled_s", "rpca"}), default="rpc",
          help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
     flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
          "0-3 or all; layer 0 is the first (default: 0)")

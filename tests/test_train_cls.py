@@ -300,3 +300,12 @@ def test_the_compiled_model_is_attacked(monkeypatch):
         train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --out_dir", [f"a{how}"], how)
     assert [*log("a--compile").values()] == pytest.approx([*log("a--no-compile").values()], abs=1e-5)
     assert len(graphs) == 2
+
+
+def test_rpca_trains_with_its_own_settings():
+    train(*SMALL, "--attn rpca --max_steps 2 --out_dir run")
+    config = common.load(Path("run"))["model_config"]
+    assert config["attn"] == "rpca"
+    assert config["pap"]["lambd"] == 1 and config["pap"]["n_iter"] == 4
+    assert len(log("run", "nonzero_S")[2]["0"]) == 4
+    assert "--form" in bad(*SMALL, "--attn rpca --form paper --out_dir other")
