@@ -16,7 +16,6 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 
@@ -355,9 +354,19 @@ def append_row(path, row):
 
 def read_log(path):
     """Return the rows of a log, a list of dicts; [] without a file."""
-    if not os.path.exists(path):
-        return []
-    return [json.loads(line) for line in Path(path).read_text("utf-8").splitlines()]
+    rows = []
+    if os.path.exists(path):
+        lines = Path(path).read_text("utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                row = None
+            if row is None or not line.endswith("\n"):
+                raise InputError(f"{path}, line {number}: the row is not complete, because a "
+                                 f"program or disk stopped; delete this line to use the others")
+            rows.append(row)
+    return rows
 
 
 def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
@@ -497,22 +506,6 @@ def checksum(model):
         data = flat.view(torch.uint8).numpy()
         crc = zlib.crc32(data.tobytes(), crc)
     return f"{crc:08x}"
-
-
-def add_result(args, model, checkpoint, began, **numbers):
-    """Append a row on the model of --eval_only to results.jsonl, in --out_dir or beside the model.
-
-    began: the time.perf_counter() at which the measurement of `numbers` began.
-    """
-    c, path, device = model.config, Path(args.eval_only), next(model.parameters()).device
-    layers = f" {c.pap['n_iter']}iter/layer{','.join(map(str, c.rpc_layers))}"
-    kind = c.attn + (layers if c.rpc_layers else "")
-    row = dict(model=f"{kind}, seed {checkpoint['args']['seed']}", kind=kind, checkpoint=str(path),
-               weights=checksum(model), model_config=asdict(c), task=checkpoint["task"], **numbers,
-               seed=args.seed, seconds=round(time.perf_counter() - began, 2), **origin(device))
-    folder = Path(args.out_dir or (path.parent if path.suffix == ".pt" else path))
-    folder.mkdir(parents=True, exist_ok=True)
-    append_row(folder / "results.jsonl", row)
 
 
 def table(rows, header):

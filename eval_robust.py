@@ -10,6 +10,7 @@
 
 Each measure gives one row per model. A finished row is appended to results.jsonl, so a second run
 computes only the missing rows. To change a setting of an attack, or to add an attack, edit ATTACKS.
+Networks that differ in their seed only get a second table: means over seeds, with intervals.
 docs/robustness.md has more commands and explains the numbers. Segmenters and language models are
 evaluated by train_seg.py --eval_only and train_lm.py --eval_only.
 
@@ -27,71 +28,102 @@ normalised images, whose pixels are divided by about 0.226, so eps = 1/255 chang
 prediction takes the place of the true class, so misclassified images are attacked, too.
 """
 
-import base64
+import argparse
 import copy
-import json
+import hashlib
 import math
 import os
 import runpy
 import sys
 import time
 import zlib
-from collections import Counter
+from contextlib import contextmanager
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
-import numpy as np
 import torch
 import torch.distributed as dist
 
+import fan  # noqa: F401: part of `code` in all rows, whether a network is a FAN or not
 import robust
-from attention import PAP_SETTINGS
 from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
+from results import kind_of, pack, read_rows, recipe, row_key, rows_table, seeds_table
 from robust import metrics
-from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
-from robust.attacks import check_logits, cw, fgsm, noise, pgd, restarted, sld, spsa
+from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
+from robust.attacks import (check_adversarial, check_logits, check_repeats, cross_entropy, cw, fgsm,
+                            input_gradient, noise, pgd, restarted, sld, spsa)
 from robust.autoattack import apgd, autoattack, square
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt
 from robust.frost import load_frost
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
-# The attacks and their settings. To change a setting, edit its line; to add an attack, add a line.
-# An attack with eps in its settings (None: no budget) runs once and ignores --eps; every other
-# attack runs for each budget of --eps. All are partials, because `plan` reads their keywords.
+
+class Attack(NamedTuple):
+    """An attack of --measures."""
+    run: Callable                       # run(model, images, labels, eps, *, seed, index, **settings)
+    settings: dict = {}
+    own_eps: float | None = None        # None: runs for each budget of --eps; inf: no budget
+
+
+# To change a setting, edit its line; to add an attack, add a line.
 ATTACKS = {
-    "noise": partial(noise, eps=0.068),                   # U(-eps, eps)
-    "fgsm": partial(fgsm),
-    "pgd": partial(pgd, steps=20),
-    "pgd_restarts": partial(restarted, attack=pgd, restarts=5, steps=20),
-    "adaptive_pgd": partial(adaptive_pgd, steps=20),
-    "sld": partial(sld, eps=10.0, steps=20),              # eps: an L1 budget
-    "spsa": partial(spsa, steps=40, pairs=128),
-    "cw": partial(cw, eps=None, steps=1000, search_steps=5),    # no budget: minimises the L2 norm
-    "apgd": partial(apgd, loss="ce", steps=100),
-    "adaptive_apgd": partial(adaptive_apgd, loss="ce", steps=100),
-    "square": partial(square, queries=5000),
-    "autoattack": partial(autoattack, steps=100, queries=5000),
-    "adaptive_autoattack": partial(adaptive_autoattack, steps=100, queries=5000),
+    "noise": Attack(noise, own_eps=0.068),                          # U(-eps, eps)
+    "fgsm": Attack(fgsm),
+    "pgd": Attack(pgd, dict(steps=20)),
+    "pgd_restarts": Attack(restarted, dict(restarts=5, steps=20)),  # of pgd
+    "adaptive_pgd": Attack(adaptive_pgd, dict(steps=20)),
+    "sld": Attack(sld, dict(steps=20), own_eps=10.0),               # eps: an L1 budget
+    "spsa": Attack(spsa, dict(steps=40, pairs=128)),
+    "cw": Attack(cw, dict(steps=1000, search_steps=5), own_eps=math.inf),   # minimises the L2 norm
+    "apgd": Attack(apgd, dict(loss="ce", steps=100)),
+    "adaptive_apgd": Attack(adaptive_apgd, dict(loss="ce", steps=100)),
+    "square": Attack(square, dict(queries=5000)),
+    "autoattack": Attack(autoattack, dict(steps=100, queries=5000)),
+    "adaptive_autoattack": Attack(adaptive_autoattack, dict(steps=100, queries=5000)),
 }
+# For a network without PAP, an adaptive attack is its plain attack.
+PLAIN = dict(adaptive_pgd="pgd", adaptive_apgd="apgd", adaptive_autoattack="autoattack")
 EPS = tuple(k / 255 for k in (1, 2, 4, 8))                # the default of --eps
-# --preset paper: the settings of the paper's code that differ from ATTACKS. rescale: sld scales to
-# its L1 ball. legacy: spsa as in cleverhans 4.0.0.
+# --preset paper: the settings of the paper's code that differ from ATTACKS; eps: an own budget.
+# rescale: sld scales to its L1 ball. legacy: spsa as in cleverhans 4.0.0.
 PAPER = dict(noise=dict(eps=0.3), sld=dict(rescale=True), cw=dict(confidence=10.0),
              spsa=dict(eps=0.1, legacy=True))
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
+DEFAULT_MEASURES = ("clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd")
 # Images per measure without --limit. With --data shapes few, so that a CPU needs only minutes:
-SCENE_LIMITS = dict(dict.fromkeys(ATTACKS, 80), corruptions=320, noise=640, fgsm=640, pgd=160,
-                    sld=160, spsa=20, cw=40)
+SCENE_LIMITS = dict.fromkeys(ATTACKS, 80)
+SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
 # With other data all images, except in slow attacks:
 SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+def positive(text):
+    """Return a flag's whole number; an error below 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    return value
+
+
+def budget(text):
+    """Return an attack budget, such as 8/255 or 0.031, as a float; an error below 0."""
+    try:
+        value = float(Fraction(text))
+    except ZeroDivisionError:
+        value = -1.0
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1, such as 8/255")
+    return value
 
 
 def get_args(words=None):
@@ -105,24 +137,24 @@ def get_args(words=None):
     flag("--measures", nargs="+", help=f"measure these: clean, corruptions or single types of "
          f"corruption, {', '.join(ATTACKS)}, {', '.join(FOLDERS)} (default: clean, corruptions, "
          f"noise, fgsm, pgd, adaptive_pgd, apgd, and the folders that are given)")
-    flag("--eps", nargs="+", type=Fraction, help="budgets of the attacks, for example 8/255 or "
-         "0.031 (default: 1/255 2/255 4/255 8/255; with --preset paper 1/255 to 6/255)")
-    flag("--steps", type=int, help="steps of the attacks (default: see ATTACKS)")
-    flag("--limit", type=int, help="images per measure, the same for every model (default: all; "
-         "fewer on shapes and for slow attacks)")
+    flag("--eps", nargs="+", type=budget, help="budgets of the attacks, for example 8/255 or 0.031 "
+         "(default: 1/255 2/255 4/255 8/255; with --preset paper 1/255 to 6/255)")
+    flag("--steps", type=positive, help="steps of the attacks (default: see ATTACKS)")
+    flag("--limit", type=positive, help="images per measure, the same for every model (default: "
+         "all; fewer on shapes and for slow attacks)")
     flag("--preset", choices=("default", "paper"), default="default", help="conditions of attacks; "
          "paper repeats the conditions and settings of the paper's code")
     flag("--seed", type=int, default=0, help="seed of all random numbers, also of the choice of "
          "images (default: 0)")
-    flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the table of these "
-         "results.jsonl files")
+    flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the tables of these "
+         "results.jsonl files, or of the folders that contain them")
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set (default: as in training)")
     flag("--data_dir", help="folder of the data (default: as in training); for imagenet, the "
          "folder that contains val/ with all or some classes")
-    flag("--image_size", type=int, help="pixels per side for --model (default: 32 on shapes and "
-         "cifar10, else 224)")
+    flag("--image_size", type=positive, help="pixels per side for --model (default: as for --ckpt; "
+         "without --ckpt 32 on shapes and cifar10, else 224)")
     flag("--corrupted_dir", help="read corrupted images from this folder, and make none: "
          "<type>/<severity>/<class>/*.JPEG, as ImageNet-C")
     for name in FOLDERS:
@@ -136,39 +168,136 @@ def get_args(words=None):
     flag = p.add_argument_group("running").add_argument
     flag("--out_dir", help="folder of results.jsonl (default: robust/ in the run folder of the "
          "first checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
-    flag("--batch_size", type=int, help="images per batch, which bounds the memory (default: "
-         "depends on the image size and the memory of the GPU)")
-    flag("--num_workers", type=int, default=common.default_workers(), help="processes that "
+    flag("--batch_size", type=positive, help="images per batch, which bounds the memory (default: "
+         "depends on the image size; on a GPU also on the networks and the free memory)")
+    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="processes that "
          "decode images (default: %(default)s)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
+    if args.num_workers < 0:
+        p.error(f"argument --num_workers: {args.num_workers}: expected 0 or more")
+    if not args.measures:
+        folders = [name for name in FOLDERS if getattr(args, name)]
+        args.measures = [*DEFAULT_MEASURES, *folders]
+    check_flags(p, args)
     return args
+
+
+def check_flags(parser, args):
+    """Print an error for flags that would do nothing."""
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    given.remove("measures")                              # always set
+    attacks = {name: ATTACKS[name] for name in args.measures if name in ATTACKS}
+    corruptions = {name for name in args.measures if name in ("corruptions", *CORRUPTIONS)}
+    shared_budgets = [name for name, attack in attacks.items() if attack.own_eps is None]
+    if args.preset == "paper":
+        shared_budgets = [name for name in shared_budgets if "eps" not in PAPER.get(name, {})]
+    used = dict(
+        image_size=args.model,
+        preset=attacks,
+        eps=shared_budgets,
+        steps=[name for name, attack in attacks.items() if "steps" in attack.settings],
+        severities=corruptions,
+        corrupted_dir=corruptions,
+        frost_dir=corruptions & {"corruptions", "frost"} and not args.corrupted_dir,
+        **{name: name in args.measures for name in FOLDERS})
+    for name in given:
+        if args.table and name != "table":
+            parser.error(f"--{name} would do nothing: --table prints stored rows")
+        if name in used and not used[name]:
+            reason = "the images of a checkpoint have the size of its training"
+            if name != "image_size":
+                reason = f"no measure uses it; --measures are {' '.join(args.measures)}"
+            parser.error(f"--{name} would do nothing: {reason}")
 
 
 # --- models ---------------------------------------------------------------------------------------
 
-def kind_of(config):
-    """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
-    kind = getattr(config, "family", "") + config.attn    # the family of a FAN is "fan "
-    if not config.rpc_layers:
-        return kind
-    everywhere = len(config.rpc_layers) == config.depth
-    layers = "all-layer" if everywhere else "layer" + ",".join(map(str, config.rpc_layers))
-    changed = [f", {name} {config.pap[name]}" for name in ("lambd", "form")
-               if config.pap[name] != PAP_SETTINGS[name]]
-    return "".join([f"{kind} {config.pap['n_iter']}iter/{layers}", *changed])
+PROJECT = Path(__file__).resolve().parent
 
 
 class Model(NamedTuple):
     """A network to evaluate."""
     net: torch.nn.Module                 # from pixels in [0, 1] to logits; eval mode, frozen
     size: int                            # pixels per side of its images
+    num_logits: int
     classes: list                        # class names in the order of its logits; [] if unknown
     about: dict                          # fields of its rows: model (its name), checkpoint, ...
     trained: dict                        # the flags of its training; {} for other people's networks
     seen: list                           # hashes of the photos that its training used
+
+
+def loaded_files(folder):
+    """Return {name: path} of the loaded modules whose files are below a folder.
+
+    Libraries are left out if the folder contains Python's environment.
+    """
+    installed = Path(sys.prefix).resolve()
+    files = {}
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if place is None and hasattr(module, "__path__"):           # without __init__.py
+            place = next(iter(module.__path__), None)
+        if place is None:
+            continue
+        path = real_path(place)
+        library = installed.is_relative_to(folder) and path.is_relative_to(installed)
+        if path.is_relative_to(folder) and not library and "site-packages" not in path.parts:
+            files[name] = path
+    return files
+
+
+@cache
+def real_path(place):
+    """Return a path as an absolute Path without links."""
+    return Path(place).resolve()
+
+
+def code_hash(*files):
+    """Hash the sources of all loaded modules of the project, and of more files.
+
+    A row belongs to the code that computed it: after an edit, rows are computed again.
+    """
+    sources = {*loaded_files(PROJECT).values(), *files}
+    texts = [(path.name, path.read_bytes()) for path in sources if path.is_file()]
+    digest = hashlib.sha256()
+    for name, text in sorted(texts):
+        digest.update(f"{name} {len(text)} ".encode() + text)
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def own_imports(folder):
+    """Let the files of a folder import their neighbours, whatever modules are loaded already.
+
+    Inside, the folder comes first on the path. Modules of the project that have a neighbour's name
+    are hidden; they come back at the end. Then the folder's modules are forgotten, so that files of
+    the same name in another folder are loaded, too.
+    """
+    before = dict(sys.modules)
+    neighbours = {path.stem for path in folder.glob("*.py")}
+    neighbours |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    loaded = loaded_files(folder)
+    for name in loaded_files(PROJECT):
+        if name.partition(".")[0] in neighbours and name not in loaded:
+            del sys.modules[name]
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in loaded_files(folder) | loaded_files(PROJECT):
+            if name not in before:
+                del sys.modules[name]
+        sys.modules.update(before)
+
+
+def two_images(size, device):
+    """Return two different images, parts of one ramp of grey levels: (2, 3, size, size)."""
+    levels = torch.linspace(0, 1, 6 * size ** 2, device=device)
+    return levels.view(2, 3, size, size)
 
 
 def load_model(path, size, device):
@@ -176,91 +305,205 @@ def load_model(path, size, device):
 
     size: the pixels per side of the images of FILE.py:BUILD.
     """
-    checkpoint, trained = {}, {}
     if ".py:" in str(path):
-        file, _, function = path.partition(":")
-        sys.path.insert(0, str(Path(file).resolve().parent))    # so `import sibling` works in it
-        build = runpy.run_path(file)[function]
-        torch.manual_seed(0)                              # the same weights on every process
-        net, name, code = build(), path, zlib.crc32(Path(file).read_bytes())
-        config = dict(build=path, code=f"{code:08x}")     # an edited file is another model
+        return load_file(path, size, device)
+    checkpoint = common.load(path)
+    if checkpoint.get("task", "classification") != "classification":
+        raise InputError(f"--ckpt {path} is for {checkpoint['task']}; evaluate it by "
+                         f"train_seg.py or train_lm.py --eval_only")
+    if "task" in checkpoint:
+        net = classifier_from_checkpoint(checkpoint)
+        run = f"seed {checkpoint['args']['seed']}"
     else:
-        checkpoint = common.load(path)
-        if checkpoint.get("task", "classification") != "classification":
-            raise InputError(f"--ckpt {path} is for {checkpoint['task']}; evaluate it by "
-                             f"train_seg.py or train_lm.py --eval_only")
-        trained = checkpoint["args"] if "task" in checkpoint else {}
-        net = classifier_from_checkpoint(checkpoint) if trained else load_timm(checkpoint)
-        run = f"seed {trained['seed']}" if trained else Path(path).stem
-        name = f"{kind_of(net.config)}, {run}"
-        # The settings that are not ViTConfig's defaults.
-        usual = vars(ViTConfig()) | ViTConfig().pap
-        config = {k: v for k, v in (vars(net.config) | net.config.pap).items()
-                  if k != "pap" and v != usual.get(k)}
-        size = net.config.image_size
-    about = dict(checkpoint=str(path), model_config=config, model=name,
-                 weights=common.checksum(net), size=size)
-    return Model(net.to(device).eval().requires_grad_(False), size,
-                 list(checkpoint.get("classes") or []), about, trained, checkpoint.get("seen", []))
+        net = load_timm(checkpoint)
+        run = Path(path).stem
+    # The settings that are not ViTConfig's defaults.
+    usual = vars(ViTConfig()) | ViTConfig().pap
+    settings = vars(net.config) | net.config.pap
+    config = {name: value for name, value in settings.items()
+              if name != "pap" and value != usual.get(name)}
+    about = dict(checkpoint=str(path), model_config=config, model=f"{kind_of(net.config)}, {run}")
+    return checked_model(net, net.config.image_size, device, about, checkpoint)
+
+
+def load_file(path, size, device):
+    """Return the Model of FILE.py:BUILD, which has its own imports."""
+    file, _, function = str(path).rpartition(":")
+    file = Path(file).resolve()
+    if not file.is_file():
+        raise InputError(f"--model {path}: there is no file {file}")
+    with own_imports(file.parent):
+        names = runpy.run_path(str(file))
+        if function not in names:
+            raise InputError(f"--model {path}: {file.name} has no function {function}")
+        torch.manual_seed(0)                              # the same weights on every process
+        net = names[function]()
+        config = dict(build=str(path))
+        about = dict(checkpoint=str(path), model_config=config, model=str(path))
+        model = checked_model(net, size, device, about, {})
+        # The logits of an image stand for what the hash misses: files that are no modules.
+        with torch.no_grad():
+            logits = model.net(two_images(size, device))[0].float().cpu()
+        answer = (logits * torch.arange(1, 1 + len(logits))).sum().item()
+        config["answer"] = f"{answer:.4g}"
+        model.about["code"] = code_hash(file, *loaded_files(file.parent).values())
+    return model
+
+
+def checked_model(net, size, device, about, checkpoint):
+    """Return the Model of a network. InputError unless logits depend on one image alone.
+
+    about: the fields model, checkpoint and model_config of its rows.
+    """
+    net = net.to(device).eval().requires_grad_(False)
+    images = two_images(size, device)
+    with torch.no_grad():
+        logits = net(images).float()
+    check_logits(logits)
+    check_repeats(net, images, logits)
+    trained = checkpoint["args"] if "task" in checkpoint else {}
+    about = about | dict(weights=common.checksum(net), size=size, recipe=recipe(trained),
+                         code=code_hash())
+    classes = list(checkpoint.get("classes") or [])
+    return Model(net, size, logits.shape[1], classes, about, trained, checkpoint.get("seen", []))
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 # Names of ImageNet's class folders; logit i of an ImageNet network belongs to IMAGENET[i].
-IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text().split()
+IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text("utf-8").split()
+
+
+def stored_value(models, what, value_of, advice):
+    """Return the value that the trainings of all models stored, None if no model has a training.
+
+    value_of: a function of a Model; None counts as unknown. InputError if the models differ, so
+    that the order of the models decides nothing. what, advice: words of the message.
+    """
+    values = {model.about["checkpoint"]: value_of(model) for model in models}
+    values = {path: value for path, value in values.items() if value is not None}
+    if len(set(values.values())) > 1:
+        listed = ", ".join(f"{path}: {value}" for path, value in values.items())
+        raise InputError(f"the trainings of the networks differ in {what} ({listed:.300}); {advice}")
+    return next(iter(values.values()), None)
+
+
+def complete_flags(args, models):
+    """Return a copy of the flags in which data, data_dir and batch_size have their values in use."""
+    args = copy.copy(args)
+    sizes = [model.size for model in models]
+    if len(set(sizes)) > 1:
+        raise InputError(f"the models take images of {', '.join(map(str, sizes))} pixels per side; "
+                         f"expected the same size for all models")
+
+    def data_of(model):
+        """Return the name of the training's data set."""
+        return model.trained.get("data")
+
+    def folder_of(model):
+        """Return the folder of the training's data if the evaluation uses the same data set."""
+        if data_of(model) == args.data and model.trained.get("data_dir"):
+            return os.path.normpath(model.trained["data_dir"])
+
+    if not args.data:
+        advice = "choose one with --data"
+        args.data = stored_value(models, "the data set", data_of, advice) or "imagenet"
+    if args.data == "shapes" and args.data_dir:
+        raise InputError(f"--data_dir {args.data_dir} would do nothing: the networks were trained "
+                         f"on rendered scenes, which need no folder; for your own images add "
+                         f"--data folder")
+
+    if not args.data_dir and args.data != "shapes":
+        advice = "choose one with --data_dir"
+        args.data_dir = stored_value(models, "the folder of the data", folder_of, advice)
+    if args.batch_size is None:
+        args.batch_size = images_per_batch(models, args.device)
+    return args
+
+
+def images_per_batch(models, device):
+    """Return how many images a batch has without --batch_size.
+
+    A CPU is fastest while a batch stays in its cache. On CUDA, an attack of two images is measured
+    for every network; a batch may take a third of the free memory.
+    """
+    size = models[0].size
+    if device.type != "cuda":
+        return max(1, min(256, 2 ** 18 // size ** 2))
+    free, _ = torch.cuda.mem_get_info(device)
+    images = two_images(size, device)
+    labels = torch.zeros(2, dtype=torch.long, device=device)
+    largest = 1                                           # bytes per image
+    for model in models:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        input_gradient(cross_entropy, model.net, images, labels)
+        used = torch.cuda.max_memory_allocated(device) - before
+        largest = max(largest, used // 2)
+    most = 512 * 224 ** 2 // size ** 2
+    return max(1, min(most, free // (3 * largest)))
 
 
 def load_data(args, models):
     """Load the test images; their classes must be the classes of all models.
 
-    Changes args.data, args.data_dir and args.batch_size to the values in use. Returns a data set
-    with .labels and .classes: a Split in memory, or an ImageTree of files.
+    args: `complete_flags`. Returns a data set with .labels and .classes: a Split in memory, or an
+    ImageTree of files.
     """
-    first = models[0]
-    args.data = args.data or first.trained.get("data") or "imagenet"
-    args.data_dir = args.data_dir or first.trained.get("data_dir")
-    if any(m.size != first.size for m in models):
-        raise InputError(f"the models take images of {', '.join(str(m.size) for m in models)} "
-                         f"pixels per side; expected the same size for all models")
-    if not args.batch_size:
-        pixels = 2 ** 19                                  # per batch
-        if args.device.type == "cuda":                    # a ViT-B needs 3 kB per pixel; 4 is safe
-            pixels = min(torch.cuda.mem_get_info(args.device)[0] // 4096, 512 * 224 ** 2)
-        args.batch_size = max(1, pixels // first.size ** 2)
-
-    counts, ramp = [], torch.linspace(0, 1, 6 * first.size ** 2, device=args.device)  # two images
-    for m in models:
-        with torch.no_grad():
-            logits = m.net(ramp.view(2, 3, first.size, first.size)).float().cpu()
-        check_logits(logits)                              # InputError for probabilities
-        counts.append(logits.shape[1])
-        if "build" in m.about["model_config"]:            # `code` does not cover imported files
-            answer = (logits[0] * torch.arange(1, 1 + counts[-1])).sum()
-            m.about["model_config"]["answer"] = f"{answer.item():.4g}"
-
+    size = models[0].size
+    names = next((model.classes for model in models if model.classes), None)
     # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
     # if only ImageNet-A and -R are measured.
-    has_1000 = args.data == "imagenet" and counts[0] == len(IMAGENET)
-    names = first.classes or (IMAGENET if has_1000 else None)
+    has_1000 = args.data == "imagenet" and models[0].num_logits == len(IMAGENET)
+    if has_1000:
+        names = names or IMAGENET
     if has_1000 and not args.data_dir:                    # an empty data set
         data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
     elif args.data == "imagenet":
-        data = ImageTree(args.data_dir, "val", names, first.size, subset=has_1000)
+        data = ImageTree(args.data_dir, "val", names, size, subset=has_1000)
     else:
-        seen = {mark for m in models for mark in m.seen}  # your training photos are left out
-        crop = DATASETS[first.trained.get("data", args.data)].crop      # as in the training
-        flags = first.trained | dict(data=args.data, data_dir=args.data_dir, image_size=first.size,
-                                     classes=names, seen=seen, crop=crop)
-        data = load_part("all" if args.data == "folder" else "test", flags, args.device)
-    for m, count in zip(models, counts):
-        path = m.about["checkpoint"]
-        if count != len(data.classes) or m.classes not in ([], list(data.classes)):
-            raise InputError(f"{path} has {count} classes {m.classes[:3]}, --data {args.data} "
-                             f"has {len(data.classes)} {list(data.classes)[:3]}; expected the same")
-        if not m.classes and not has_1000:
+        part = "all" if args.data == "folder" else "test"
+        data = load_part(part, data_flags(args, models, names), args.device)
+    for model in models:
+        path = model.about["checkpoint"]
+        if model.num_logits != len(data.classes) or model.classes not in ([], list(data.classes)):
+            raise InputError(f"{path} has {model.num_logits} classes {model.classes[:3]}, --data "
+                             f"{args.data} has {len(data.classes)} {list(data.classes)[:3]}; "
+                             f"expected the same")
+        if not model.classes and not has_1000:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(data.classes))
             print0(f"{path} has no class names. Its logits are taken in this order: {order}")
     return data
+
+
+def data_flags(args, models, classes):
+    """Return the flags for load_part; the order of the models does not matter.
+
+    Flags on which all trainings agree stay. Scenes: as many as the training with the most scenes
+    has. Photos: the crop of the training, and without the photos that a network has seen.
+    """
+    trainings = [model.trained for model in models if model.trained]
+    flags = {}
+    if trainings:
+        flags = {name: value for name, value in trainings[0].items()
+                 if all(name in other and other[name] == value for other in trainings)}
+    scenes = [trained["num_images"] for trained in trainings if trained.get("num_images")]
+    if scenes:
+        flags["num_images"] = max(scenes)
+
+    def crop_of(model):
+        """Return the share of the short side that the training's evaluation crops."""
+        if model.trained:
+            return DATASETS[model.trained["data"]].crop
+
+    crop = stored_value(models, "the crop", crop_of, "evaluate the networks one by one")
+    if crop is None:
+        crop = DATASETS[args.data].crop
+    seen = set()                                          # your training photos are left out
+    for model in models:
+        seen |= set(model.seen)
+    return flags | dict(data=args.data, data_dir=args.data_dir, image_size=models[0].size,
+                        classes=classes, seen=seen, crop=crop)
 
 
 def open_folder(path, classes, size, crop=0.875):
@@ -274,8 +517,11 @@ def choose(n, name, args):
 
     --limit cuts the order, so a smaller limit gives a prefix of a larger one.
     """
-    limits = SCENE_LIMITS if args.data == "shapes" else SLOW_LIMITS
-    return epoch_order(n, epoch=0, seed=args.seed)[:args.limit or limits.get(name, n)]
+    limit = args.limit
+    if limit is None:
+        limits = SCENE_LIMITS if args.data == "shapes" else SLOW_LIMITS
+        limit = limits.get(name, n)
+    return epoch_order(n, epoch=0, seed=args.seed)[:limit]
 
 
 def batches(data, index, args, label=""):
@@ -295,7 +541,8 @@ def batches(data, index, args, label=""):
     else:
         pairs = ((part, part) for part in parts)          # the first comes back as `numbers`
         loaded = image_batches(data, pairs, args.num_workers, device)
-    for batch, place in common.bar(zip(loaded, places), label[:60], total=len(places), leave=False):
+    pairs = zip(loaded, places)
+    for batch, place in common.bar(pairs, label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
         yield pixels.float() / 255, labels, numbers, place.to(device)
 
@@ -305,9 +552,10 @@ def batches(data, index, args, label=""):
 def correct(logits, labels):
     """Return (b, 3) float per image: top-1 (0 or 1), top-5 (0 or 1), cross-entropy in nats."""
     check_logits(logits)
-    right = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    top1 = logits.argmax(1) == labels
+    top5 = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).any(1)
     loss = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-    return torch.stack([right[:, 0].float(), right.any(1).float(), loss], 1)
+    return torch.stack([top1.float(), (top1 | top5).float(), loss], 1)
 
 
 def all_sum(t):
@@ -318,61 +566,68 @@ def all_sum(t):
     return t.double()
 
 
-def pack(right):
-    """Return (n,) bool, True for a correct answer, as text: one bit per image, in base64."""
-    return base64.b64encode(np.packbits(right.cpu().numpy())).decode()
-
-
-def unpack(text, n):
-    """Return (n,) bool from the text that `pack` returned for n images."""
-    packed = np.frombuffer(base64.b64decode(text), np.uint8)
-    return torch.from_numpy(np.unpackbits(packed, count=n)).bool()
-
-
 def outcome(hits, num_classes):
     """Return a row's fields `top1`, `top5` (per cent) and `right`; hits: (n, 3) of `correct`."""
-    top1, top5 = (round(x, 4) for x in (100 * hits[:, :2].sum(0) / len(hits)).tolist())
-    top5 = dict(top5=top5) if num_classes > 5 else {}     # up to 5 classes it is always 100 %
-    return dict(top1=top1, **top5, right=pack(hits[:, 0] > 0))
+    top1, top5 = (100 * hits[:, :2].sum(0) / len(hits)).tolist()
+    row = dict(top1=round(top1, 4))
+    if num_classes > 5:                                   # up to 5 classes, top5 is always 100 %
+        row["top5"] = round(top5, 4)
+    row["right"] = pack(hits[:, 0] > 0)
+    return row
 
 
 # --- measures: each returns fields of a row -------------------------------------------------------
 
+class Measure(NamedTuple):
+    """A row to compute for each network."""
+    name: str
+    settings: dict                       # of the row
+    source: Split | ImageTree            # the images
+    fingerprint: str                     # of source
+    run: Callable                        # run(model, measure, index, args) returns fields of a row
+    val: ImageTree | None = None         # ImageNet's val/, for ImageNet-O
+
+
 @torch.no_grad()
-def clean(m, data, index, args):
+def clean(model, measure, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
     hits = torch.zeros(len(index), 3, device=args.device)
-    for x, labels, _, place in batches(data, index, args, f"clean, {m.about['model']}"):
-        hits[place] = correct(m.net(x).float(), labels)
+    label = f"clean, {model.about['model']}"
+    for x, labels, _, place in batches(measure.source, index, args, label):
+        hits[place] = correct(model.net(x).float(), labels)
     hits = all_sum(hits)
-    return dict(loss=hits[:, 2].mean().item(), **outcome(hits, len(data.classes)))
+    loss = hits[:, 2].mean().item()
+    return dict(loss=loss) | outcome(hits, model.num_logits)
 
 
 @torch.no_grad()
-def corrupted(m, data, index, args, settings):
+def corrupted(model, measure, index, args):
     """Measure accuracy on corrupted images; each field is a list, one value per severity."""
-    kind, severities = settings["type"], settings["severities"]
+    kind = measure.settings["type"]
+    severities = measure.settings["severities"]
+    data = measure.source
     hits = torch.zeros(len(severities), len(index), 3, device=args.device)
-    label = f"{kind}, {m.about['model']}"
+    label = f"{kind}, {model.about['model']}"
     if args.corrupted_dir:                                # the copies are in the order of `data`
         for i, severity in enumerate(severities):
             folder = Path(args.corrupted_dir, kind, str(severity))
-            copies = open_folder(folder, data.classes, m.size, crop=1.0)    # are already cropped
+            copies = open_folder(folder, data.classes, model.size, crop=1.0)    # already cropped
             if not torch.equal(copies.labels, data.labels):
                 raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
                                  f"{severity} has other images than the test images")
             for x, labels, _, place in batches(copies, index, args, label):
-                hits[i, place] = correct(m.net(x).float(), labels)
+                hits[i, place] = correct(model.net(x).float(), labels)
     else:
         if isinstance(data, ImageTree):                   # ImageNet-C was resized bilinearly
             data = copy.copy(data)
             data.resample = "bilinear"
         for x, labels, numbers, place in batches(data, index, args, label):
+            pixels = (255 * x).round().byte()
             for i, severity in enumerate(severities):
-                pixels = corrupt((255 * x).round().byte(), kind, severity, seed=args.seed,
-                                 index=numbers, frost_dir=args.frost_dir)
-                hits[i, place] = correct(m.net(pixels.float() / 255).float(), labels)
-    outcomes = [outcome(hit, len(data.classes)) for hit in all_sum(hits)]
+                changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
+                                  frost_dir=args.frost_dir)
+                hits[i, place] = correct(model.net(changed.float() / 255).float(), labels)
+    outcomes = [outcome(hit, model.num_logits) for hit in all_sum(hits)]
     return {field: [one[field] for one in outcomes] for field in outcomes[0]}
 
 
@@ -381,287 +636,266 @@ class Normalized(torch.nn.Module):
 
     def __init__(self, net):
         super().__init__()
-        self.net, self.mean, self.std = net, net.mean, net.std
+        self.net = net
+        self.mean = net.mean
+        self.std = net.std
 
     def forward(self, z):
         return self.net(z * self.std + self.mean)
 
 
-def attack_as_paper(net, x, attack, clip, index):
+def attack_as_paper(net, x, numbers, attack, eps, settings):
     """Attack under the conditions of --preset paper; return the attacked pixels.
 
-    The attack changes normalised images z, clipped to [0, 1] or not at all. The label that it
-    attacks is the network's prediction for z. net: a ViT or FAN, which has .mean and .std.
+    The attack changes normalised images z, clipped to [0, 1] (settings["clip"]) or not at all. The
+    label that it attacks is the network's prediction for z. net: a ViT or FAN, which has .mean and
+    .std.
     """
-    normalized, z = Normalized(net).eval(), (x - net.mean) / net.std
-    z = z.clamp(0, 1) if clip else z
+    normalized = Normalized(net).eval()
+    z = (x - net.mean) / net.std
+    if settings["clip"]:
+        z = z.clamp(0, 1)
     with torch.no_grad():
         predicted = normalized(z).argmax(1)
-    adv = attack(normalized, z, predicted, index=index, clip=clip)
+    adv = attack.run(normalized, z, predicted, eps, index=numbers, **settings)
+    check_adversarial(normalized, z, adv, clip=settings["clip"])
     return adv * net.std + net.mean
 
 
-def attacked(m, data, index, args, name, attack):
+def attacked(model, measure, index, args):
     """Measure accuracy under an attack, and how far the attacked images are from the originals."""
+    net = model.net
+    attack = ATTACKS[measure.name]
+    settings = dict(measure.settings)
+    eps = settings.pop("eps", math.inf)                   # inf: without a budget
+    as_paper = settings.pop("conditions", "") == "paper"
+    settings["seed"] = args.seed
+    if as_paper:
+        settings["clip"] = measure.name in PAPER_CLIPS
     hits = torch.zeros(len(index), 3, device=args.device)
     # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
-    moved = torch.zeros(len(index), 4, dtype=torch.float64, device=args.device)
-    attack = partial(attack, seed=args.seed)
-    for x, labels, numbers, place in batches(data, index, args, f"{name}, {m.about['model']}"):
-        if args.preset == "paper":
-            adv = attack_as_paper(m.net, x, attack, name in PAPER_CLIPS, numbers)
-        else:
-            adv = robust.attack_batch(m.net, x, labels, attack, index=numbers)
+    moved = torch.zeros(len(index), 4, dtype=torch.float64)
+    label = f"{measure.name}, {model.about['model']}"
+    for x, labels, numbers, place in batches(measure.source, index, args, label):
+        if as_paper:
+            adv = attack_as_paper(net, x, numbers, attack, eps, settings)
+        else:                                             # attack the images that are right
+            adv = x.clone()
+            with torch.no_grad():
+                rows = (net(x).argmax(1) == labels).nonzero()[:, 0]
+            if len(rows):
+                found = attack.run(net, x[rows], labels[rows], eps, index=numbers[rows], **settings)
+                check_adversarial(net, x[rows], found)
+                adv[rows] = found.detach()
         with torch.no_grad():
-            hits[place] = correct(m.net(adv).float(), labels)
-        move = (adv - x).flatten(1).double()
-        moved[place, 0] = move.norm(math.inf, 1)
-        moved[place, 1] = move.norm(2, 1)
-        moved[place, 2] = move.norm(1, 1)
-        moved[place, 3] = (adv - adv.clamp(0, 1)).abs().flatten(1).amax(1).double()
+            hits[place] = correct(net(adv).float(), labels)
+        move = (adv - x).flatten(1).cpu().double()
+        outside = (adv - adv.clamp(0, 1)).abs().flatten(1).amax(1)
+        norms = [move.norm(p, 1) for p in (math.inf, 2, 1)]
+        moved[place.cpu()] = torch.stack([*norms, outside.cpu().double()], 1)
 
     moved = all_sum(moved)
     changed = moved[moved[:, 0] > 0]                      # maxima, median and mean over these
-    linf, l2, l1, _ = (changed if len(changed) else moved[:1]).unbind(1)    # none: zeros
-    return outcome(all_sum(hits), len(data.classes)) | dict(
+    if not len(changed):
+        changed = moved[:1]                               # zeros
+    linf, l2, l1, _ = changed.unbind(1)
+    return outcome(all_sum(hits), model.num_logits) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-        outside=moved[:, 3].max().item())
+        outside=moved[:, 3].max().item(), own_eps=attack.own_eps is not None)
 
 
 @torch.no_grad()
-def logits_of_classes(m, data, index, args, columns):
+def logits_of_classes(model, data, index, args, columns):
     """Return the logits for the classes `columns`, (n, len(columns)), in every process."""
     logits = torch.zeros(len(index), len(columns), device=args.device)
     for x, _, _, place in batches(data, index, args, "logits"):
-        logits[place] = m.net(x).float()[:, columns]
+        logits[place] = model.net(x).float()[:, columns]
     return all_sum(logits)
 
 
-def folder_accuracy(m, tree, index, args):
+def folder_accuracy(model, measure, index, args):
     """Measure ImageNet-A or -R over the 200 classes that the folder contains."""
+    tree = measure.source
     columns = tree.labels.unique()                        # sorted indices into the 1,000 classes
     labels = torch.searchsorted(columns, tree.labels[index])    # indices into columns
-    hits = correct(logits_of_classes(m, tree, index, args, columns), labels)
-    return dict(outcome(hits, len(columns)), classes=len(columns))
+    hits = correct(logits_of_classes(model, tree, index, args, columns), labels)
+    return outcome(hits, len(columns)) | dict(classes=len(columns))
 
 
-def outliers(m, tree, index, args, val):
+def outliers(model, measure, index, args):
     """Measure the AUPR with which low confidence separates ImageNet-O from images of val/.
 
     The confidence is the largest probability among ImageNet-O's classes. Of val/, only
     images of these classes are used; inside: their number. chance: the AUPR of a random guess.
     """
+    tree = measure.source
+    val = measure.val
     columns = tree.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
     inside = inside[epoch_order(len(inside), epoch=0, seed=args.seed)[:args.limit]]
-    both = torch.cat([logits_of_classes(m, tree, index, args, columns),
-                      logits_of_classes(m, val, inside, args, columns)])
+    both = torch.cat([logits_of_classes(model, tree, index, args, columns),
+                      logits_of_classes(model, val, inside, args, columns)])
     doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     outlier = torch.arange(len(both)) < len(index)
     return dict(aupr=100 * metrics.average_precision(doubt, outlier),
                 chance=100 * len(index) / len(both), inside=len(inside), classes=len(columns))
 
 
-# --- rows and their table -------------------------------------------------------------------------
-
-# A stored row is used again only if all fields of KEY are equal. `settings` contains the settings
-# of the measure; `fingerprint` is a hash of the files or pixels, and of their labels.
-MODEL = ("weights", "model_config", "size")
-KEY = (*MODEL, "data", "fingerprint", "name", "settings", "seed", "images")
-
-
-def row_key(row, fields=KEY):
-    """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
-    text = json.dumps([row.get(name) for name in fields], sort_keys=True)
-    return text.replace("Infinity", '"inf"')              # as in results.jsonl
-
-
-def measure_text(name, settings):
-    """Return a measure in words: pgd steps=20 eps=2/255."""
-    def word(value):
-        """Return a setting as text; a multiple of 1/255 as a fraction."""
-        if isinstance(value, list):
-            return ",".join(map(word, value))
-        if not isinstance(value, float):
-            return str(value)
-        levels = 255 * value
-        if 0 < levels < 255 and abs(levels - round(levels)) < 1e-9:
-            return f"{round(levels)}/255"
-        return f"{value:g}"
-    return " ".join([name, *(f"{setting}={word(value)}" for setting, value in settings.items())])
-
-
-def mean_rows(rows):
-    """Yield one row per model with all 15 types of ImageNet-C: the mean over these types.
-
-    On ImageNet at all five severities, the row also has mce, the mean error relative to AlexNet,
-    which has 100 %. There is no mean if a type has several rows, as from two --corrupted_dir.
-    """
-    groups = {}                                           # {key without the type: {type: rows}}
-    for row in rows:
-        if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
-            shared = row["settings"] | dict(type="mean")
-            shared.pop("frost", None)
-            if "released" in shared:                      # a fingerprint, which differs per type
-                shared["released"] = True
-            mean_row = row | dict(settings=shared)
-            types = groups.setdefault(row_key(mean_row), {})
-            types.setdefault(row["settings"]["type"], []).append(mean_row)
-    for types in groups.values():
-        if len(types) == len(NAMES) and all(len(found) == 1 for found in types.values()):
-            types = {name: found[0] for name, found in types.items()}
-            row = types["fog"]                            # any type: its numbers are replaced below
-            mean = {field: float(np.mean([np.mean(types[name][field]) for name in NAMES]))
-                    for field in ("top1", "top5") if field in row}
-            if row["data"] == "imagenet" and row["settings"]["severities"] == [1, 2, 3, 4, 5]:
-                mean["mce"] = metrics.mean_corruption_error(
-                    {name: 1 - np.mean(types[name]["top1"]) / 100 for name in NAMES})
-            yield row | mean
-
-
-def worst_cases(rows):
-    """Yield rows with the worst case over attacks: an image must be right under every attack.
-
-    There is one row per model and budget with at least two attacks. Attacks can have different
-    numbers of images in the same order, so the row uses the images that all attacks have.
-    """
-    groups = {}                                           # {key without the attack: rows}
-    for row in rows:
-        attack = ATTACKS.get(row["name"])
-        if attack and "eps" not in attack.keywords:       # noise, sld and cw have their own budget
-            shared = {k: row["settings"][k] for k in ("eps", "conditions") if k in row["settings"]}
-            worst = row | dict(name="worst", settings=shared, images=None)    # any number of images
-            groups.setdefault(row_key(worst), []).append(row)
-    for group in groups.values():
-        if len(group) > 1:
-            n = min(row["images"] for row in group)
-            right = torch.stack([unpack(row["right"], row["images"])[:n] for row in group]).all(0)
-            shared = {k: v for k, v in group[0]["settings"].items() if k in ("eps", "conditions")}
-            names = ",".join(dict.fromkeys(row["name"] for row in group))
-            yield {k: group[0].get(k) for k in (*KEY, "model", "checkpoint")} | dict(
-                name="worst", settings=shared | dict(of=names), images=n,
-                top1=100 * right.double().mean().item())
-
-
-def rows_table(rows):
-    """Return rows as a Markdown table: one line per measure, one column per model.
-
-    A number for several severities is their mean.
-    """
-    rows = [*{row_key(row): row for row in rows}.values()]
-    rows += [*mean_rows(rows), *worst_cases(rows)]
-    columns = {row_key(row, MODEL): row for row in rows}
-    names = [row["model"] for row in columns.values()]
-    header = [f"{row['model']}, {row['checkpoint']}" if names.count(row["model"]) > 1
-              else row["model"] for row in columns.values()]
-    several = len({(row["data"], row["seed"]) for row in rows}) > 1     # then lines name both
-    lines = {}                              # {(measure, images, fingerprint): {model: cell}}
-    for row in rows:
-        shown = ("top1", "top5", "aupr", "mce") if row["data"] == "imagenet" else ("top1",)
-        for field in (name for name in shown if name in row):
-            text = measure_text(row["name"], row["settings"])
-            text = f"{row['data']}, seed {row['seed']}: {text}" if several else text
-            key = f"{text}, {field}", row["images"], row.get("fingerprint")
-            line = lines.setdefault(key, {})
-            line[row_key(row, MODEL)] = f"{np.mean(row[field]):.2f}"
-    alike = Counter(key[:2] for key in lines)             # above 1: name the fingerprint
-    body = [[f"{text}, data {fingerprint}" if alike[text, images] > 1 else text, images,
-             *(cells.get(model, "") for model in columns)]
-            for (text, images, fingerprint), cells in lines.items()]
-    return common.table(body, ["measure, in per cent", "images", *header])
-
-
 # --- the command ----------------------------------------------------------------------------------
 
 def plan(args, data, size):
-    """Yield (name, settings, source, measure) for each row of a model.
-
-    source: the data set of the measure. measure(m, source, index, args) returns fields of a row.
-    """
-    default = ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
-    for name in args.measures or default + [name for name in FOLDERS if getattr(args, name)]:
+    """Yield a Measure for each row of a model. data: the test images. size: pixels per side."""
+    data_print = fingerprint(data)
+    for name in args.measures:
         if name == "clean":
-            yield name, {}, data, clean
+            yield Measure(name, {}, data, data_print, clean)
         elif name == "corruptions" or name in CORRUPTIONS:
             for kind in NAMES if name == "corruptions" else [name]:     # NAMES: ImageNet-C's 15
-                settings = dict(type=kind, severities=args.severities)
-                if args.corrupted_dir:                    # row_key must see the files
-                    folders = [open_folder(Path(args.corrupted_dir, kind, str(severity)),
-                                           data.classes, size) for severity in args.severities]
-                    settings["released"] = "".join(fingerprint(folder)[:8] for folder in folders)
-                elif kind == "frost" and args.frost_dir:  # or the photographs
-                    pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
-                    settings["frost"] = f"{zlib.crc32(pixels):08x}"
-                yield "corruptions", settings, data, partial(corrupted, settings=settings)
+                settings = corruption_settings(kind, args, data, size)
+                yield Measure("corruptions", settings, data, data_print, corrupted)
         elif name in ATTACKS:
-            changed = dict(PAPER.get(name, {})) if args.preset == "paper" else {}
-            if args.steps and "steps" in ATTACKS[name].keywords:
-                changed["steps"] = args.steps
-            attack = partial(ATTACKS[name], **changed)
-            budgets = map(float, args.eps or (PAPER_EPS if args.preset == "paper" else EPS))
-            if "eps" in attack.keywords:
-                budgets = [attack.keywords["eps"]]
-            for eps in budgets:
-                run = partial(attack, eps=eps)
-                settings = {k: getattr(v, "__name__", v) for k, v in run.keywords.items()}
-                if args.preset == "paper":
-                    settings["conditions"] = "paper"
-                yield name, settings, data, partial(attacked, name=name, attack=run)
-        elif name in ("imagenet_a", "imagenet_r"):
-            yield name, {}, open_folder(getattr(args, name), data.classes, size), folder_accuracy
-        elif name == "imagenet_o":
-            tree = open_folder(args.imagenet_o, data.classes, size)
-            settings = dict(val=fingerprint(data), limit=args.limit or "none")
-            yield name, settings, tree, partial(outliers, val=data)
+            for settings in attack_settings(name, args):
+                yield Measure(name, settings, data, data_print, attacked)
+        elif name in FOLDERS:
+            tree = open_folder(getattr(args, name), data.classes, size)
+            settings = {}
+            run = folder_accuracy
+            if name == "imagenet_o":
+                settings = dict(val=data_print, limit=args.limit or "none")
+                run = outliers
+            yield Measure(name, settings, tree, fingerprint(tree), run, data)
         else:
-            raise InputError(f"--measures {name}: expected clean, corruptions, "
-                             f"{', '.join([*CORRUPTIONS, *ATTACKS, *FOLDERS])}")
+            known = ["clean", "corruptions", *CORRUPTIONS]
+            known += [*ATTACKS, *FOLDERS]
+            raise InputError(f"--measures {name}: expected {', '.join(known)}")
+
+
+def corruption_settings(kind, args, data, size):
+    """Return the settings of a corruption's row, with hashes of the files that it uses."""
+    settings = dict(type=kind, severities=args.severities)
+    if args.corrupted_dir:
+        prints = []
+        for severity in args.severities:
+            folder = Path(args.corrupted_dir, kind, str(severity))
+            prints.append(fingerprint(open_folder(folder, data.classes, size))[:8])
+        settings["released"] = "".join(prints)
+    elif kind == "frost" and args.frost_dir:
+        pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
+        settings["frost"] = f"{zlib.crc32(pixels):08x}"
+    return settings
+
+
+def attack_settings(name, args):
+    """Yield the settings of an attack's rows: of ATTACKS, then PAPER, then --steps and --eps."""
+    attack = ATTACKS[name]
+    own_eps = attack.own_eps
+    settings = dict(attack.settings)
+    if args.preset == "paper":
+        settings |= PAPER.get(name, {})
+        own_eps = settings.pop("eps", own_eps)
+    if args.steps is not None and "steps" in settings:
+        settings["steps"] = args.steps
+    budgets = args.eps or (PAPER_EPS if args.preset == "paper" else EPS)
+    if own_eps is not None:
+        budgets = [own_eps]
+    for eps in budgets:
+        row = dict(settings)
+        if eps < math.inf:
+            row["eps"] = eps
+        if args.preset == "paper":
+            row["conditions"] = "paper"
+        yield row
+
+
+def plain_row(row, model, rows, device):
+    """Return an adaptive attack's row from its plain attack's, None if there is none.
+
+    For a network without PAP, both attacks are the same.
+    """
+    plain = PLAIN[row["name"]]
+    found = rows.get(row_key(row | dict(name=plain)))
+    if found is None or pap_steps(model.net, two_images(model.size, device)):
+        return None
+    return found | dict(name=row["name"], same_as=plain)
+
+
+def results_path(args):
+    """Return the path of results.jsonl; the folder is made if it is missing."""
+    folder = Path("out/model/robust")
+    if args.ckpt:
+        first = Path(args.ckpt[0])
+        run = first if first.is_dir() else Path("out", first.stem)
+        folder = run / "robust"
+    folder = Path(args.out_dir or folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "results.jsonl"
 
 
 def main():
     args = get_args()
     if args.table:
-        files = (Path(path, "results.jsonl") if Path(path).is_dir() else path
-                 for path in args.table)
-        print(rows_table([row for file in files for row in common.read_log(file)]))
+        rows = []
+        for path in args.table:
+            rows += read_rows(path)
+        print(f"{rows_table(rows)}\n\n{seeds_table(rows)}".rstrip())
         return
+
     args.rank, args.world, args.device = common.start_processes(args.device)
     torch.backends.cudnn.allow_tf32 = False               # PyTorch's default rounds convolutions
-    size = args.image_size or (32 if args.data in ("shapes", "cifar10") else 224)
-    models = [load_model(path, size, args.device) for path in (*args.ckpt, *args.model)]
+    models = [load_model(path, None, args.device) for path in args.ckpt]
+    size = args.image_size
+    if size is None:
+        size = 32 if args.data in ("shapes", "cifar10") else 224
+        if models:
+            size = models[0].size
+    models += [load_model(path, size, args.device) for path in args.model]
+    args = complete_flags(args, models)
     data = load_data(args, models)
 
-    # For each measure and each model, compute the row if results.jsonl does not have it yet.
-    first = Path(args.ckpt[0] if args.ckpt else "out/model")
-    folder = first if not args.ckpt or first.is_dir() else Path("out", first.stem)
-    path = Path(args.out_dir or folder / "robust") / "results.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {row_key(row): row for row in common.read_log(path)}
-    here, wanted = common.origin(args.device), []
-    print0(f"{len(models)} models | {args.data} | {args.world} x {here['hardware']} | {path}, "
+    # For each measure and each model, compute the row if results.jsonl does not have it yet. Rank 0
+    # reads the rows, so that all processes compute the same ones.
+    path = results_path(args)
+    rows = {row_key(row): row for row in common.from_first(common.read_log(path))}
+    origin = common.origin(args.device)
+    print0(f"{len(models)} models | {args.data} | {args.world} x {origin['hardware']} | {path}, "
            f"{len(rows)} rows")
-    for name, settings, source, measure in plan(args, data, models[0].size):
-        index = choose(len(source.labels), name, args)
-        if not len(index) or (name == "imagenet_o" and not len(data.labels)):
-            raise InputError(f"--measures {name} needs --data_dir, the folder that contains val/")
-        measured = dict(data=args.data, data_dir=args.data_dir, fingerprint=fingerprint(source),
-                        name=name, settings=settings, images=len(index), seed=args.seed)
-        for m in models:
-            row = m.about | measured
+    wanted = []
+    for measure in plan(args, data, models[0].size):
+        index = choose(len(measure.source.labels), measure.name, args)
+        if not len(index) or (measure.name == "imagenet_o" and not len(data.labels)):
+            raise InputError(f"--measures {measure.name} needs --data_dir, the folder that "
+                             f"contains val/")
+        about = dict(data=args.data, data_dir=args.data_dir, fingerprint=measure.fingerprint,
+                     name=measure.name, settings=measure.settings, images=len(index),
+                     classes=len(measure.source.classes), seed=args.seed)
+        common.same_everywhere([row_key(model.about | about) for model in models],
+                               f"networks, code, images or settings of {measure.name}")
+        for model in models:
+            row = model.about | about
             key = row_key(row)
             if key not in rows:
-                began = time.perf_counter()
-                row |= measure(m, source, index, args)
-                row.update(seconds=round(time.perf_counter() - began, 2), **here)
-                rows[key] = row
-                common.append_row(path, row)              # rank 0 writes
+                done = None
+                if measure.name in PLAIN:
+                    done = plain_row(row, model, rows, args.device)
+                if done is None:
+                    began = time.perf_counter()
+                    done = row | measure.run(model, measure, index, args)
+                    done["seconds"] = round(time.perf_counter() - began, 2)
+                    done |= origin
+                rows[key] = done
+                common.append_row(path, done)             # rank 0 writes
             wanted.append(rows[key])
+
+    print0(f"\n{rows_table(wanted)}\n")
+    over_seeds = seeds_table(wanted) if len(models) > 1 else ""
+    if over_seeds:
+        print0(f"{over_seeds}\n")
     fewest = min(row["images"] for row in wanted)
-    print0(f"\n{rows_table(wanted)}\n\n"
-           f"The rows are in {path}. Compare numbers of one line only. An accuracy of 50 % on "
-           f"{fewest} images has a 95 % interval of ±{1.96 * 50 / fewest ** 0.5:.0f} points. "
-           f"One network per variant is not enough to rank variants: train several seeds.")
+    print0(f"The rows are in {path}. Compare numbers of one line only. An accuracy of 50 % on "
+           f"{fewest} images has a 95 % interval of ±{1.96 * 50 / fewest ** 0.5:.0f} points.")
+    if not over_seeds:
+        print0("One network per variant is not enough to rank variants: train several seeds.")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
                        load_corpus, perplexity, random_windows, seen_lines,
                        sliding_nll, spaced, text_folder)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
+from results import add_result
 from robust.words import WORD, word_swap
 
 # The recipe that --data selects; flags on the command line override it.
@@ -269,10 +270,10 @@ def evaluate_only(args, rank, world, device):
                        attacked_unswapped=perplexity(attacked, kept),
                        clean_unswapped=perplexity(sliding, kept),
                        unknown=round(100 * unknown_share, 4))
-        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                          name="perplexity", images=len(clean), **numbers, word=word,
-                          settings=dict(split=split, window=window, stride=stride),
-                          swapped=int((~kept).sum()))
+        add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
+                   name="perplexity", images=len(clean), **numbers, word=word,
+                   settings=dict(split=split, window=window, stride=stride),
+                   swapped=int((~kept).sum()))
         shown = [f"{value:.2f}" for value in numbers.values()]
         table.append([split, len(clean), *shown])
     common.print0(common.table(table, ["text", "tokens", *numbers]))

@@ -43,6 +43,7 @@ from data.masks import (IGNORE, MaskRules, TrainingViews, finish_views,
                         load_segmentation)
 from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
 from fan import FAN_SIZES
+from results import add_result
 from robust.corruptions import NAMES, corrupt
 from segmenter import (ENCODER_SIZES, Segmenter, SegmenterConfig, encoder_size,
                        evaluate, load_classifier, load_encoder,
@@ -269,8 +270,8 @@ def evaluate_only(args, rank, world, device):
     def add_row(name, index, began, numbers, settings):
         settings = dict(settings, window=window, stride=stride,
                         frost_dir=args.frost_dir)
-        common.add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                          name=name, images=len(index), **numbers, settings=settings)
+        add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
+                   name=name, images=len(index), **numbers, settings=settings)
 
     began = time.perf_counter()
     index = order[:args.limit]

@@ -4,22 +4,25 @@
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
 eval_robust.py evaluates whole data sets with this folder; see docs/robustness.md. From the project,
-it imports only common.py, attention.py and data/rng.py.
+its files import only common.py, attention.py and data/rng.py. The command of checks.py also imports
+eval_robust.py.
 """
 
 import torch
 
-from robust.attacks import check_inputs
+from common import wide
+from robust.attacks import check_adversarial, check_inputs, check_logits, check_repeats
 
 
-def attack_batch(model, images, labels, attack, **index):
-    """Attack the images of one batch that the model classifies correctly; return all images."""
+def attack_right_images(model, images, labels, right, attack, **index):
+    """Attack the images of one batch that are `right`, (B,) bool; return all images, checked."""
     adv = images.clone()
-    with torch.no_grad():
-        rows = (model(images).argmax(1) == labels).nonzero()[:, 0]
+    rows = right.nonzero()[:, 0]
     if len(rows):
         index = {name: numbers[rows] for name, numbers in index.items()}    # empty, or index=(n,)
-        adv[rows] = attack(model, images[rows], labels[rows], **index).detach()
+        found = attack(model, images[rows], labels[rows], **index)
+        check_adversarial(model, images[rows], found)
+        adv[rows] = found.detach()
     return adv
 
 
@@ -39,16 +42,21 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     check_inputs(model, images)
     right = {name: [] for name in ("clean", *attacks)}
     for part in torch.arange(len(images)).split(batch_size):
-        x, y = images[part], labels[part]
+        x = images[part]
+        y = labels[part]
         numbers = {} if index is None else dict(index=index[part])
         with torch.no_grad():
-            logits = model(x)
+            logits = wide(model(x))
+        check_logits(logits)
+        if part[0] == 0:
+            check_repeats(model, x[:2], logits[:2])
         if labels.shape != images.shape[:1] or not 0 <= y.min() <= y.max() < logits.shape[1]:
             raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to {y.max()}, "
                              f"expected ({len(images)},) from 0 to {logits.shape[1] - 1}")
-        right["clean"].append(logits.argmax(1) == y)
+        clean = logits.argmax(1) == y
+        right["clean"].append(clean)
         for name, attack in attacks.items():
-            adv = attack_batch(model, x, y, attack, **numbers)
+            adv = attack_right_images(model, x, y, clean, attack, **numbers)
             with torch.no_grad():
                 right[name].append(model(adv).argmax(1) == y)
     right = {name: torch.cat(parts).cpu() for name, parts in right.items()}

@@ -169,6 +169,20 @@ def one_by_one(model, images):
     return torch.cat([wide(model(image)) for image in images.split(1)])
 
 
+def check_adversarial(model, images, adv, clip=True):
+    """Raise an error unless `adv`, the result of an attack on `images`, can be evaluated.
+
+    The shape is the shape of images, pixels are finite and, if clip, in [0, 1], and the attack
+    has left the model in eval mode.
+    """
+    if adv.shape != images.shape:
+        raise ValueError(f"the attack returns images {tuple(adv.shape)}, expected "
+                         f"{tuple(images.shape)}")
+    if not adv.isfinite().all():
+        raise ValueError("the attack returns pixels that are not finite (inf or nan)")
+    check_inputs(model, adv, clip=clip)
+
+
 @torch.no_grad()
 def clean_logits(model, images, eps=0.0, clip=True):
     """Return the logits of the clean images, (B, classes), after both checks."""

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import common
 from attention import layer_inputs, rpc_attention
-from eval_robust import kind_of
+from results import kind_of
 from studies import probe
 from studies.stats import scipy_stats, spread
 from robust.patches import corrupt_patches

@@ -14,8 +14,9 @@ from torchvision.io import write_png
 
 import common
 import eval_robust
+import results
 from data.shapes import SHAPES, load_shapes
-from eval_robust import row_key, rows_table, unpack
+from results import row_key, rows_table, unpack
 from fixtures import ROOT
 from golden_net import trained_network
 from processes import group
@@ -213,7 +214,7 @@ def test_other_size_or_frost_is_another_row(few_scenes):
 
 def test_paper_preset_attacks_normalised_images(monkeypatch):
     """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
-    monkeypatch.setitem(eval_robust.ATTACKS, "square", partial(eval_robust.square, queries=20))
+    monkeypatch.setitem(eval_robust.ATTACKS, "square", eval_robust.Attack(eval_robust.square, dict(queries=20)))
     make_checkpoint()
     run("--ckpt m.pt --preset paper --measures fgsm pgd square --limit 4 --eps 6/255 --steps 2 "
         "--out_dir r")
@@ -276,13 +277,13 @@ def test_worst_case_is_taken_image_by_image():
         right = torch.tensor(right)
         return dict(weights="w", model_config={}, size=32, model="m", checkpoint="m.pt", data="d",
                     name=name, seed=0, images=images, settings=dict(eps=eps), max_linf=eps,
-                    fingerprint="f", right=eval_robust.pack(right),
+                    fingerprint="f", right=results.pack(right),
                     top1=100 * right.float().mean().item())
     rows = [row("pgd", [True, True, False, True], 4), row("fgsm", [True, False, True], 3)]
-    worst, = eval_robust.worst_cases(rows)
+    worst, = results.worst_cases(rows)
     assert worst["top1"] == pytest.approx(100 / 3) and worst["images"] == 3
     assert "| worst eps=2/255 of=pgd,fgsm, top1 | 3      | 33.33 |" in rows_table(rows)
-    assert not list(eval_robust.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
+    assert not list(results.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
     other = rows[0] | dict(data="cifar10", top1=10.0)               # two data sets: two lines
     assert rows_table([rows[0], other]).count("pgd eps=2/255") == 2
     assert rows_table([rows[0], rows[0] | dict(fingerprint="g")]).count("pgd eps=2/255") == 2
@@ -292,15 +293,16 @@ def test_mean_of_corruptions_needs_all_types():
     """Released files have another fingerprint per type."""
     rows = [dict(weights="w", model_config={}, size=224, data="imagenet", name="corruptions",
                  model="m", checkpoint="m.pt", images=5, seed=0, top1=[top1] * 5, top5=[i] * 5,
+                 classes=1000,
                  settings=dict(type=name, severities=[1, 2, 3, 4, 5], released=name))
             for i, (name, top1) in enumerate(TABLE_4.items())]
-    mean, = eval_robust.mean_rows(rows)
+    mean, = results.mean_rows(rows)
     assert mean["mce"] == pytest.approx(74.75, abs=0.02) and mean["top5"] == 7
     assert mean["top1"] == pytest.approx(np.mean([*TABLE_4.values()]))
-    assert not list(eval_robust.mean_rows(rows[1:]))
+    assert not list(results.mean_rows(rows[1:]))
     assert "type=mean" in rows_table(rows + rows)                   # the same rows twice
     again = rows[0] | dict(settings=rows[0]["settings"] | dict(released="other copies"))
-    assert not list(eval_robust.mean_rows([*rows, again]))
+    assert not list(results.mean_rows([*rows, again]))
 
 
 def test_class_order_is_printed_and_classes_must_agree(few_scenes):

@@ -26,7 +26,8 @@ CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.
 
 
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
-SMALL = {"train_cls.py": "--max_steps 2", "eval_robust.py": "--measures clean --limit 8",
+SMALL = {"train_cls.py": "--max_steps 2",
+         "eval_robust.py": "--measures clean pgd --eps 2/255 --steps 1 --limit 8",
          "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0",
          "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0"}      # per script
 EVALUATION = {"train_seg.py": "--num_workers 0 --limit 4 --severities 3",

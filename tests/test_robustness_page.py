@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from functools import partial
 
 import pytest
 import timm
@@ -47,16 +46,13 @@ def test_commands_run(place, monkeypatch, capsys, command):
     monkeypatch.chdir(place)
     monkeypatch.setattr(checks, "run_checks",
                         lambda model, images, labels, name, twin: print("| checks of |", name))
-    attacks = {name: partial(attack.func, **{k: v for k, v in attack.keywords.items()
-                                             if k != "queries"})
-               for name, attack in eval_robust.ATTACKS.items() if name != "autoattack"}
-    few = partial(eval_robust.autoattack, steps=2, queries=5, num_targets=1)
-    monkeypatch.setattr(eval_robust, "ATTACKS", attacks | {"autoattack": few})
+    few = eval_robust.Attack(eval_robust.autoattack, dict(steps=2, queries=5, num_targets=1))
+    monkeypatch.setitem(eval_robust.ATTACKS, "autoattack", few)
     _, script, *flags = shlex.split(command)
     if script == "-m":
         return call(checks.main, flags[1:])
     if "--table" not in flags:
-        more = [] if "--measures" in flags else ["--measures", "clean"]
+        more = [] if "--measures" in flags else ["--measures", "clean", "fgsm"]
         flags += [*more, "--limit", 2, "--device", "cpu", "--num_workers", 0]
         flags = [2 if flag == "40" else flag for flag in flags]
     call(eval_robust.main, flags)
