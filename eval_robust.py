@@ -39,7 +39,6 @@ import time
 import zlib
 from contextlib import contextmanager
 from fractions import Fraction
-from functools import cache
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -48,7 +47,6 @@ import torch
 import torch.distributed as dist
 
 import fan  # noqa: F401: part of `code` in all rows, whether a network is a FAN or not
-import robust
 from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
@@ -56,8 +54,9 @@ from data.rng import epoch_order
 from results import kind_of, pack, read_rows, recipe, row_key, rows_table, seeds_table
 from robust import metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
-from robust.attacks import (check_adversarial, check_logits, check_repeats, cross_entropy, cw, fgsm,
-                            input_gradient, noise, pgd, restarted, sld, spsa)
+from robust.attacks import (check_adversarial, check_logits, check_repeats,
+                            cross_entropy, cw, fgsm, input_gradient, noise, pgd,
+                            restarted, sld, spsa)
 from robust.autoattack import apgd, autoattack, square
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt
 from robust.frost import load_frost
@@ -66,7 +65,7 @@ from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 class Attack(NamedTuple):
     """An attack of --measures."""
-    run: Callable                       # run(model, images, labels, eps, *, seed, index, **settings)
+    run: Callable                       # run(net, images, labels, eps, *, seed, index, **settings)
     settings: dict = {}
     own_eps: float | None = None        # None: runs for each budget of --eps; inf: no budget
 
@@ -97,12 +96,15 @@ PAPER = dict(noise=dict(eps=0.3), sld=dict(rescale=True), cw=dict(confidence=10.
 PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
-DEFAULT_MEASURES = ("clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd")
+DEFAULT_MEASURES = ("clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd",
+                    "apgd")
 # Images per measure without --limit. With --data shapes few, so that a CPU needs only minutes:
 SCENE_LIMITS = dict.fromkeys(ATTACKS, 80)
-SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
+SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160)
+SCENE_LIMITS |= dict(spsa=20, cw=40)
 # With other data all images, except in slow attacks:
-SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000, spsa=100, cw=100)
+SLOW_LIMITS = dict(autoattack=1000, adaptive_autoattack=1000, square=1000)
+SLOW_LIMITS |= dict(spsa=100, cw=100)
 
 
 # --- flags ----------------------------------------------------------------------------------------
@@ -122,56 +124,73 @@ def budget(text):
     except ZeroDivisionError:
         value = -1.0
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1, such as 8/255")
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1, such "
+                                         "as 8/255")
     return value
 
 
 def get_args(words=None):
     """Parse the flags. words: a list instead of the command line."""
     p = common.new_parser(__doc__)
+    names = ["clean", "corruptions or single types of corruption", *ATTACKS]
+    names += FOLDERS
     flag = p.add_argument_group("what to evaluate").add_argument
-    flag("--ckpt", nargs="+", default=[], help="checkpoints: files, or run folders (best.pt, else "
-         "last.pt); files with timm's names (DeiT, the paper's code) work, too")
-    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD", help="functions that return "
-         "classifiers: modules that take pixels in [0, 1] and return logits")
-    flag("--measures", nargs="+", help=f"measure these: clean, corruptions or single types of "
-         f"corruption, {', '.join(ATTACKS)}, {', '.join(FOLDERS)} (default: clean, corruptions, "
-         f"noise, fgsm, pgd, adaptive_pgd, apgd, and the folders that are given)")
-    flag("--eps", nargs="+", type=budget, help="budgets of the attacks, for example 8/255 or 0.031 "
-         "(default: 1/255 2/255 4/255 8/255; with --preset paper 1/255 to 6/255)")
+    flag("--ckpt", nargs="+", default=[],
+         help="checkpoints: files, or run folders (best.pt, else last.pt); files with "
+         "timm's names (DeiT, the paper's code) work, too")
+    flag("--model", nargs="+", default=[], metavar="FILE.py:BUILD",
+         help="functions that return classifiers: modules that take pixels in [0, 1] and "
+         "return logits")
+    flag("--measures", nargs="+",
+         help=f"measure these: {', '.join(names)} (default: "
+         f"{', '.join(DEFAULT_MEASURES)}, and the folders that are given)")
+    flag("--eps", nargs="+", type=budget,
+         help="budgets of the attacks, for example 8/255 or 0.031 (default: 1/255 2/255 "
+         "4/255 8/255; with --preset paper 1/255 to 6/255)")
     flag("--steps", type=positive, help="steps of the attacks (default: see ATTACKS)")
-    flag("--limit", type=positive, help="images per measure, the same for every model (default: "
-         "all; fewer on shapes and for slow attacks)")
-    flag("--preset", choices=("default", "paper"), default="default", help="conditions of attacks; "
-         "paper repeats the conditions and settings of the paper's code")
-    flag("--seed", type=int, default=0, help="seed of all random numbers, also of the choice of "
-         "images (default: 0)")
-    flag("--table", nargs="+", metavar="PATH", help="do not evaluate; print the tables of these "
-         "results.jsonl files, or of the folders that contain them")
+    flag("--limit", type=positive,
+         help="images per measure, the same for every model (default: all; fewer on "
+         "shapes and for slow attacks)")
+    flag("--preset", choices=("default", "paper"), default="default",
+         help="conditions of attacks; paper repeats the conditions and settings of the "
+         "paper's code")
+    flag("--seed", type=int, default=0,
+         help="seed of all random numbers, also of the choice of images (default: 0)")
+    flag("--table", nargs="+", metavar="PATH",
+         help="do not evaluate; print the tables of these results.jsonl files, or of the "
+         "folders that contain them")
 
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set (default: as in training)")
-    flag("--data_dir", help="folder of the data (default: as in training); for imagenet, the "
-         "folder that contains val/ with all or some classes")
-    flag("--image_size", type=positive, help="pixels per side for --model (default: as for --ckpt; "
-         "without --ckpt 32 on shapes and cifar10, else 224)")
-    flag("--corrupted_dir", help="read corrupted images from this folder, and make none: "
+    flag("--data_dir",
+         help="folder of the data (default: as in training); for imagenet, the folder "
+         "that contains val/ with all or some classes")
+    flag("--image_size", type=positive,
+         help="pixels per side for --model (default: as for --ckpt; without --ckpt 32 on "
+         "shapes and cifar10, else 224)")
+    flag("--corrupted_dir",
+         help="read corrupted images from this folder, and make none: "
          "<type>/<severity>/<class>/*.JPEG, as ImageNet-C")
     for name in FOLDERS:
-        flag(f"--{name}", metavar="DIR", help=f"folder of {name}, <class>/* for some of ImageNet's "
-             "classes; a default measure if given")
-    flag("--frost_dir", help="folder of ImageNet-C's photographs frost1.png to frost5.jpg "
-         "(default: synthetic frost)")
-    flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5), default=[1, 2, 3, 4, 5],
+        flag(f"--{name}", metavar="DIR",
+             help=f"folder of {name}, <class>/* for some of ImageNet's classes; a default "
+             "measure if given")
+    flag("--frost_dir",
+         help="folder of ImageNet-C's photographs frost1.png to frost5.jpg (default: "
+         "synthetic frost)")
+    flag("--severities", nargs="+", type=int, choices=(1, 2, 3, 4, 5),
+         default=[1, 2, 3, 4, 5],
          help="severities of the corruptions (default: 1 2 3 4 5)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--out_dir", help="folder of results.jsonl (default: robust/ in the run folder of the "
-         "first checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
-    flag("--batch_size", type=positive, help="images per batch, which bounds the memory (default: "
-         "depends on the image size; on a GPU also on the networks and the free memory)")
-    flag("--num_workers", type=int, default=min(os.cpu_count() or 1, 10), help="processes that "
-         "decode images (default: %(default)s)")
+    flag("--out_dir",
+         help="folder of results.jsonl (default: robust/ in the run folder of the first "
+         "checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
+    flag("--batch_size", type=positive,
+         help="images per batch, which bounds the memory (default: depends on the image "
+         "size; on a GPU also on the networks and the free memory)")
+    flag("--num_workers", type=int, default=common.default_workers(),
+         help="processes that decode images (default: %(default)s)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)
     if not args.ckpt and not args.model and not args.table:
@@ -180,30 +199,33 @@ def get_args(words=None):
         p.error(f"argument --num_workers: {args.num_workers}: expected 0 or more")
     if not args.measures:
         folders = [name for name in FOLDERS if getattr(args, name)]
-        args.measures = [*DEFAULT_MEASURES, *folders]
+        args.measures = list(DEFAULT_MEASURES) + folders
     check_flags(p, args)
     return args
 
 
 def check_flags(parser, args):
     """Print an error for flags that would do nothing."""
-    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
-    given.remove("measures")                              # always set
-    attacks = {name: ATTACKS[name] for name in args.measures if name in ATTACKS}
-    corruptions = {name for name in args.measures if name in ("corruptions", *CORRUPTIONS)}
-    shared_budgets = [name for name, attack in attacks.items() if attack.own_eps is None]
+    attacks = {name for name in args.measures if name in ATTACKS}
+    corruptions = {name for name in args.measures if name in CORRUPTIONS}
+    if "corruptions" in args.measures:
+        corruptions |= set(NAMES)
+    budgets = {name for name in attacks if ATTACKS[name].own_eps is None}
     if args.preset == "paper":
-        shared_budgets = [name for name in shared_budgets if "eps" not in PAPER.get(name, {})]
+        budgets -= {name for name in PAPER if "eps" in PAPER[name]}
     used = dict(
         image_size=args.model,
         preset=attacks,
-        eps=shared_budgets,
-        steps=[name for name, attack in attacks.items() if "steps" in attack.settings],
+        eps=budgets,
+        steps={name for name in attacks if "steps" in ATTACKS[name].settings},
         severities=corruptions,
         corrupted_dir=corruptions,
-        frost_dir=corruptions & {"corruptions", "frost"} and not args.corrupted_dir,
-        **{name: name in args.measures for name in FOLDERS})
-    for name in given:
+        frost_dir="frost" in corruptions and not args.corrupted_dir)
+    for name in FOLDERS:
+        used[name] = name in args.measures
+    for name, value in vars(args).items():
+        if name == "measures" or value == parser.get_default(name):
+            continue
         if args.table and name != "table":
             parser.error(f"--{name} would do nothing: --table prints stored rows")
         if name in used and not used[name]:
@@ -222,10 +244,12 @@ class Model(NamedTuple):
     """A network to evaluate."""
     net: torch.nn.Module                 # from pixels in [0, 1] to logits; eval mode, frozen
     size: int                            # pixels per side of its images
+    images: torch.Tensor                 # (2, 3, size, size): two images to try it on
     num_logits: int
     classes: list                        # class names in the order of its logits; [] if unknown
     about: dict                          # fields of its rows: model (its name), checkpoint, ...
-    trained: dict                        # the flags of its training; {} for other people's networks
+    trained: dict                        # the flags of its training, and the crop of the images
+                                         # that chose best.pt; {} for other people's networks
     seen: list                           # hashes of the photos that its training used
 
 
@@ -242,17 +266,13 @@ def loaded_files(folder):
             place = next(iter(module.__path__), None)
         if place is None:
             continue
-        path = real_path(place)
-        library = installed.is_relative_to(folder) and path.is_relative_to(installed)
-        if path.is_relative_to(folder) and not library and "site-packages" not in path.parts:
+        path = Path(place).resolve()
+        library = "site-packages" in path.parts
+        if installed.is_relative_to(folder):
+            library = library or path.is_relative_to(installed)
+        if path.is_relative_to(folder) and not library:
             files[name] = path
     return files
-
-
-@cache
-def real_path(place):
-    """Return a path as an absolute Path without links."""
-    return Path(place).resolve()
 
 
 def code_hash(*files):
@@ -260,7 +280,7 @@ def code_hash(*files):
 
     A row belongs to the code that computed it: after an edit, rows are computed again.
     """
-    sources = {*loaded_files(PROJECT).values(), *files}
+    sources = set(loaded_files(PROJECT).values()) | set(files)
     texts = [(path.name, path.read_bytes()) for path in sources if path.is_file()]
     digest = hashlib.sha256()
     for name, text in sorted(texts):
@@ -294,12 +314,6 @@ def own_imports(folder):
         sys.modules.update(before)
 
 
-def two_images(size, device):
-    """Return two different images, parts of one ramp of grey levels: (2, 3, size, size)."""
-    levels = torch.linspace(0, 1, 6 * size ** 2, device=device)
-    return levels.view(2, 3, size, size)
-
-
 def load_model(path, size, device):
     """Return the Model of a checkpoint, ours or with timm's names, or of FILE.py:BUILD.
 
@@ -322,7 +336,8 @@ def load_model(path, size, device):
     settings = vars(net.config) | net.config.pap
     config = {name: value for name, value in settings.items()
               if name != "pap" and value != usual.get(name)}
-    about = dict(checkpoint=str(path), model_config=config, model=f"{kind_of(net.config)}, {run}")
+    name = f"{kind_of(net.config)}, {run}"
+    about = dict(checkpoint=str(path), model_config=config, model=name)
     return checked_model(net, net.config.image_size, device, about, checkpoint)
 
 
@@ -343,9 +358,9 @@ def load_file(path, size, device):
         model = checked_model(net, size, device, about, {})
         # The logits of an image stand for what the hash misses: files that are no modules.
         with torch.no_grad():
-            logits = model.net(two_images(size, device))[0].float().cpu()
-        answer = (logits * torch.arange(1, 1 + len(logits))).sum().item()
-        config["answer"] = f"{answer:.4g}"
+            logits = model.net(model.images)[0].cpu().float()
+        numbers = torch.arange(1, 1 + len(logits))
+        config["answer"] = f"{(logits * numbers).sum().item():.4g}"
         model.about["code"] = code_hash(file, *loaded_files(file.parent).values())
     return model
 
@@ -356,91 +371,87 @@ def checked_model(net, size, device, about, checkpoint):
     about: the fields model, checkpoint and model_config of its rows.
     """
     net = net.to(device).eval().requires_grad_(False)
-    images = two_images(size, device)
+    levels = torch.linspace(0, 1, 6 * size ** 2, device=device)
+    images = levels.view(2, 3, size, size)                # a ramp of grey levels
     with torch.no_grad():
         logits = net(images).float()
     check_logits(logits)
     check_repeats(net, images, logits)
-    trained = checkpoint["args"] if "task" in checkpoint else {}
-    about = about | dict(weights=common.checksum(net), size=size, recipe=recipe(trained),
-                         code=code_hash())
+    trained = {}
+    if "task" in checkpoint:
+        trained = checkpoint["args"]
+        if trained.get("data") in DATASETS:
+            trained = trained | dict(crop=DATASETS[trained["data"]].crop)
+    weights = common.checksum(net)
+    about = about | dict(weights=weights, size=size, code=code_hash(),
+                         recipe=recipe(trained))
     classes = list(checkpoint.get("classes") or [])
-    return Model(net, size, logits.shape[1], classes, about, trained, checkpoint.get("seen", []))
+    seen = checkpoint.get("seen", [])
+    return Model(net, size, images, logits.shape[1], classes, about, trained, seen)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 # Names of ImageNet's class folders; logit i of an ImageNet network belongs to IMAGENET[i].
-IMAGENET = Path(robust.__file__).with_name("imagenet_classes.txt").read_text("utf-8").split()
+CLASS_FILE = PROJECT / "robust" / "imagenet_classes.txt"
+IMAGENET = CLASS_FILE.read_text("utf-8").split()
 
 
-def stored_value(models, what, value_of, advice):
-    """Return the value that the trainings of all models stored, None if no model has a training.
+def stored_value(models, flag, advice):
+    """Return the value of a flag that the trainings of all models stored, None if none stored it.
 
-    value_of: a function of a Model; None counts as unknown. InputError if the models differ, so
-    that the order of the models decides nothing. what, advice: words of the message.
+    InputError with advice if the models differ, so that their order decides nothing.
     """
-    values = {model.about["checkpoint"]: value_of(model) for model in models}
-    values = {path: value for path, value in values.items() if value is not None}
+    values = {}
+    for model in models:
+        if model.trained.get(flag) is not None:
+            values[model.about["checkpoint"]] = model.trained[flag]
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{path}: {value}" for path, value in values.items())
-        raise InputError(f"the trainings of the networks differ in {what} ({listed:.300}); {advice}")
+        raise InputError(f"the trainings of the networks differ in {flag} ({listed:.300}); "
+                         f"{advice}")
     return next(iter(values.values()), None)
 
 
 def complete_flags(args, models):
-    """Return a copy of the flags in which data, data_dir and batch_size have their values in use."""
+    """Return a copy of the flags with the values in use of data, data_dir and batch_size."""
     args = copy.copy(args)
     sizes = [model.size for model in models]
     if len(set(sizes)) > 1:
-        raise InputError(f"the models take images of {', '.join(map(str, sizes))} pixels per side; "
-                         f"expected the same size for all models")
-
-    def data_of(model):
-        """Return the name of the training's data set."""
-        return model.trained.get("data")
-
-    def folder_of(model):
-        """Return the folder of the training's data if the evaluation uses the same data set."""
-        if data_of(model) == args.data and model.trained.get("data_dir"):
-            return os.path.normpath(model.trained["data_dir"])
-
+        listed = ", ".join(map(str, sizes))
+        raise InputError(f"the models take images of {listed} pixels per side; expected the same "
+                         f"size for all models")
     if not args.data:
-        advice = "choose one with --data"
-        args.data = stored_value(models, "the data set", data_of, advice) or "imagenet"
+        args.data = stored_value(models, "data", "choose one with --data") or "imagenet"
     if args.data == "shapes" and args.data_dir:
-        raise InputError(f"--data_dir {args.data_dir} would do nothing: the networks were trained "
-                         f"on rendered scenes, which need no folder; for your own images add "
-                         f"--data folder")
-
+        raise InputError(f"--data_dir {args.data_dir} would do nothing: the rendered scenes of "
+                         f"--data shapes need no folder; for your own images add --data folder")
     if not args.data_dir and args.data != "shapes":
-        advice = "choose one with --data_dir"
-        args.data_dir = stored_value(models, "the folder of the data", folder_of, advice)
-    if args.batch_size is None:
+        same_data = [model for model in models if model.trained.get("data") == args.data]
+        args.data_dir = stored_value(same_data, "data_dir", "choose one with --data_dir")
+    if args.batch_size is None and args.device.type == "cuda":
         args.batch_size = images_per_batch(models, args.device)
+    elif args.batch_size is None:                         # fast while a batch stays in the cache
+        args.batch_size = max(1, min(256, 2 ** 18 // sizes[0] ** 2))
     return args
 
 
 def images_per_batch(models, device):
-    """Return how many images a batch has without --batch_size.
+    """Return how many images a batch has on CUDA without --batch_size.
 
-    A CPU is fastest while a batch stays in its cache. On CUDA, an attack of two images is measured
-    for every network; a batch may take a third of the free memory.
+    The memory for the gradient of two images is measured for every network. A batch may take a
+    third of the free memory.
     """
-    size = models[0].size
-    if device.type != "cuda":
-        return max(1, min(256, 2 ** 18 // size ** 2))
     free, _ = torch.cuda.mem_get_info(device)
-    images = two_images(size, device)
     labels = torch.zeros(2, dtype=torch.long, device=device)
     largest = 1                                           # bytes per image
     for model in models:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        input_gradient(cross_entropy, model.net, images, labels)
+        input_gradient(cross_entropy, model.net, model.images, labels)
         used = torch.cuda.max_memory_allocated(device) - before
         largest = max(largest, used // 2)
-    most = 512 * 224 ** 2 // size ** 2
+    most = 512 * 224 ** 2 // models[0].size ** 2
     return max(1, min(most, free // (3 * largest)))
 
 
@@ -458,21 +469,25 @@ def load_data(args, models):
     if has_1000:
         names = names or IMAGENET
     if has_1000 and not args.data_dir:                    # an empty data set
-        data = Split(torch.zeros(0, 3, 1, 1), torch.zeros(0, dtype=torch.long), IMAGENET)
+        no_labels = torch.zeros(0, dtype=torch.long)
+        data = Split(torch.zeros(0, 3, 1, 1), no_labels, IMAGENET)
     elif args.data == "imagenet":
         data = ImageTree(args.data_dir, "val", names, size, subset=has_1000)
     else:
         part = "all" if args.data == "folder" else "test"
         data = load_part(part, data_flags(args, models, names), args.device)
+    classes = list(data.classes)
     for model in models:
         path = model.about["checkpoint"]
-        if model.num_logits != len(data.classes) or model.classes not in ([], list(data.classes)):
-            raise InputError(f"{path} has {model.num_logits} classes {model.classes[:3]}, --data "
-                             f"{args.data} has {len(data.classes)} {list(data.classes)[:3]}; "
-                             f"expected the same")
+        if model.num_logits != len(classes) or model.classes not in ([], classes):
+            raise InputError(f"{path} has {model.num_logits} classes "
+                             f"{model.classes[:3]}, --data {args.data} has "
+                             f"{len(data.classes)} {list(data.classes)[:3]}; expected "
+                             "the same")
         if not model.classes and not has_1000:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(data.classes))
-            print0(f"{path} has no class names. Its logits are taken in this order: {order}")
+            print0(f"{path} has no class names. Its logits are taken in this order: "
+                   f"{order}")
     return data
 
 
@@ -485,25 +500,22 @@ def data_flags(args, models, classes):
     trainings = [model.trained for model in models if model.trained]
     flags = {}
     if trainings:
-        flags = {name: value for name, value in trainings[0].items()
-                 if all(name in other and other[name] == value for other in trainings)}
-    scenes = [trained["num_images"] for trained in trainings if trained.get("num_images")]
-    if scenes:
+        flags = dict(trainings[0])
+    for trained in trainings:
+        flags = {name: value for name, value in flags.items()
+                 if name in trained and trained[name] == value}
+    scenes = [trained.get("num_images") or 0 for trained in trainings]
+    if any(scenes):
         flags["num_images"] = max(scenes)
 
-    def crop_of(model):
-        """Return the share of the short side that the training's evaluation crops."""
-        if model.trained:
-            return DATASETS[model.trained["data"]].crop
-
-    crop = stored_value(models, "the crop", crop_of, "evaluate the networks one by one")
+    crop = stored_value(models, "crop", "evaluate the networks one by one")
     if crop is None:
         crop = DATASETS[args.data].crop
     seen = set()                                          # your training photos are left out
     for model in models:
         seen |= set(model.seen)
-    return flags | dict(data=args.data, data_dir=args.data_dir, image_size=models[0].size,
-                        classes=classes, seen=seen, crop=crop)
+    flags |= dict(data=args.data, data_dir=args.data_dir, image_size=models[0].size)
+    return flags | dict(classes=classes, seen=seen, crop=crop)
 
 
 def open_folder(path, classes, size, crop=0.875):
@@ -613,8 +625,9 @@ def corrupted(model, measure, index, args):
             folder = Path(args.corrupted_dir, kind, str(severity))
             copies = open_folder(folder, data.classes, model.size, crop=1.0)    # already cropped
             if not torch.equal(copies.labels, data.labels):
-                raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
-                                 f"{severity} has other images than the test images")
+                raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, "
+                                 f"severity {severity} has other images than the test "
+                                 "images")
             for x, labels, _, place in batches(copies, index, args, label):
                 hits[i, place] = correct(model.net(x).float(), labels)
     else:
@@ -626,9 +639,13 @@ def corrupted(model, measure, index, args):
             for i, severity in enumerate(severities):
                 changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
                                   frost_dir=args.frost_dir)
-                hits[i, place] = correct(model.net(changed.float() / 255).float(), labels)
-    outcomes = [outcome(hit, model.num_logits) for hit in all_sum(hits)]
-    return {field: [one[field] for one in outcomes] for field in outcomes[0]}
+                logits = model.net(changed.float() / 255).float()
+                hits[i, place] = correct(logits, labels)
+    fields = {}
+    for hit in all_sum(hits):
+        for field, value in outcome(hit, model.num_logits).items():
+            fields.setdefault(field, []).append(value)
+    return fields
 
 
 class Normalized(torch.nn.Module):
@@ -674,7 +691,7 @@ def attacked(model, measure, index, args):
         settings["clip"] = measure.name in PAPER_CLIPS
     hits = torch.zeros(len(index), 3, device=args.device)
     # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
-    moved = torch.zeros(len(index), 4, dtype=torch.float64)
+    distances = torch.zeros(len(index), 4, dtype=torch.float64)
     label = f"{measure.name}, {model.about['model']}"
     for x, labels, numbers, place in batches(measure.source, index, args, label):
         if as_paper:
@@ -684,25 +701,27 @@ def attacked(model, measure, index, args):
             with torch.no_grad():
                 rows = (net(x).argmax(1) == labels).nonzero()[:, 0]
             if len(rows):
-                found = attack.run(net, x[rows], labels[rows], eps, index=numbers[rows], **settings)
-                check_adversarial(net, x[rows], found)
-                adv[rows] = found.detach()
+                moved = attack.run(net, x[rows], labels[rows], eps, index=numbers[rows],
+                                   **settings)
+                check_adversarial(net, x[rows], moved)
+                adv[rows] = moved.detach()
         with torch.no_grad():
             hits[place] = correct(net(adv).float(), labels)
-        move = (adv - x).flatten(1).cpu().double()
-        outside = (adv - adv.clamp(0, 1)).abs().flatten(1).amax(1)
+        move = (adv - x).flatten(1).cpu().double()        # mps has no float64
+        outside = (adv - adv.clamp(0, 1)).flatten(1).cpu().double()
         norms = [move.norm(p, 1) for p in (math.inf, 2, 1)]
-        moved[place.cpu()] = torch.stack([*norms, outside.cpu().double()], 1)
+        norms.append(outside.norm(math.inf, 1))
+        distances[place.cpu()] = torch.stack(norms, 1)
 
-    moved = all_sum(moved)
-    changed = moved[moved[:, 0] > 0]                      # maxima, median and mean over these
+    distances = all_sum(distances)
+    changed = distances[distances[:, 0] > 0]              # maxima, median and mean over these
     if not len(changed):
-        changed = moved[:1]                               # zeros
+        changed = distances[:1]                           # zeros
     linf, l2, l1, _ = changed.unbind(1)
     return outcome(all_sum(hits), model.num_logits) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-        outside=moved[:, 3].max().item(), own_eps=attack.own_eps is not None)
+        outside=distances[:, 3].max().item(), own_eps=attack.own_eps is not None)
 
 
 @torch.no_grad()
@@ -734,12 +753,14 @@ def outliers(model, measure, index, args):
     columns = tree.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
     inside = inside[epoch_order(len(inside), epoch=0, seed=args.seed)[:args.limit]]
-    both = torch.cat([logits_of_classes(model, tree, index, args, columns),
-                      logits_of_classes(model, val, inside, args, columns)])
+    both = torch.cat([
+        logits_of_classes(model, tree, index, args, columns),
+        logits_of_classes(model, val, inside, args, columns)])
     doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     outlier = torch.arange(len(both)) < len(index)
-    return dict(aupr=100 * metrics.average_precision(doubt, outlier),
-                chance=100 * len(index) / len(both), inside=len(inside), classes=len(columns))
+    aupr = 100 * metrics.average_precision(doubt, outlier)
+    chance = 100 * len(index) / len(both)
+    return dict(aupr=aupr, chance=chance, inside=len(inside), classes=len(columns))
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -767,7 +788,8 @@ def plan(args, data, size):
             yield Measure(name, settings, tree, fingerprint(tree), run, data)
         else:
             known = ["clean", "corruptions", *CORRUPTIONS]
-            known += [*ATTACKS, *FOLDERS]
+            known += ATTACKS
+            known += FOLDERS
             raise InputError(f"--measures {name}: expected {', '.join(known)}")
 
 
@@ -808,28 +830,16 @@ def attack_settings(name, args):
         yield row
 
 
-def plain_row(row, model, rows, device):
+def plain_row(row, model, rows):
     """Return an adaptive attack's row from its plain attack's, None if there is none.
 
     For a network without PAP, both attacks are the same.
     """
     plain = PLAIN[row["name"]]
     found = rows.get(row_key(row | dict(name=plain)))
-    if found is None or pap_steps(model.net, two_images(model.size, device)):
+    if found is None or pap_steps(model.net, model.images):
         return None
     return found | dict(name=row["name"], same_as=plain)
-
-
-def results_path(args):
-    """Return the path of results.jsonl; the folder is made if it is missing."""
-    folder = Path("out/model/robust")
-    if args.ckpt:
-        first = Path(args.ckpt[0])
-        run = first if first.is_dir() else Path("out", first.stem)
-        folder = run / "robust"
-    folder = Path(args.out_dir or folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "results.jsonl"
 
 
 def main():
@@ -855,29 +865,34 @@ def main():
 
     # For each measure and each model, compute the row if results.jsonl does not have it yet. Rank 0
     # reads the rows, so that all processes compute the same ones.
-    path = results_path(args)
+    first = Path(args.ckpt[0] if args.ckpt else "out/model")
+    folder = first if not args.ckpt or first.is_dir() else Path("out", first.stem)
+    path = Path(args.out_dir or folder / "robust") / "results.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     rows = {row_key(row): row for row in common.from_first(common.read_log(path))}
     origin = common.origin(args.device)
-    print0(f"{len(models)} models | {args.data} | {args.world} x {origin['hardware']} | {path}, "
-           f"{len(rows)} rows")
+    print0(f"{len(models)} models | {args.data} | {args.world} x {origin['hardware']} "
+           f"| {path}, {len(rows)} rows")
     wanted = []
     for measure in plan(args, data, models[0].size):
         index = choose(len(measure.source.labels), measure.name, args)
         if not len(index) or (measure.name == "imagenet_o" and not len(data.labels)):
-            raise InputError(f"--measures {measure.name} needs --data_dir, the folder that "
-                             f"contains val/")
-        about = dict(data=args.data, data_dir=args.data_dir, fingerprint=measure.fingerprint,
-                     name=measure.name, settings=measure.settings, images=len(index),
-                     classes=len(measure.source.classes), seed=args.seed)
-        common.same_everywhere([row_key(model.about | about) for model in models],
-                               f"networks, code, images or settings of {measure.name}")
+            raise InputError(f"--measures {measure.name} needs --data_dir, the folder "
+                             "that contains val/")
+        about = dict(data=args.data, data_dir=args.data_dir, name=measure.name,
+                     fingerprint=measure.fingerprint, settings=measure.settings,
+                     images=len(index), classes=len(measure.source.classes),
+                     seed=args.seed)
+        if args.world > 1:
+            keys = [row_key(model.about | about) for model in models]
+            common.same_everywhere(keys, f"networks, code, images or settings of {measure.name}")
         for model in models:
             row = model.about | about
             key = row_key(row)
             if key not in rows:
                 done = None
                 if measure.name in PLAIN:
-                    done = plain_row(row, model, rows, args.device)
+                    done = plain_row(row, model, rows)
                 if done is None:
                     began = time.perf_counter()
                     done = row | measure.run(model, measure, index, args)
@@ -892,10 +907,12 @@ def main():
     if over_seeds:
         print0(f"{over_seeds}\n")
     fewest = min(row["images"] for row in wanted)
-    print0(f"The rows are in {path}. Compare numbers of one line only. An accuracy of 50 % on "
-           f"{fewest} images has a 95 % interval of ±{1.96 * 50 / fewest ** 0.5:.0f} points.")
+    print0(f"The rows are in {path}. Compare numbers of one line only. An accuracy of "
+           f"50 % on {fewest} images has a 95 % interval of "
+           f"±{1.96 * 50 / fewest ** 0.5:.0f} points.")
     if not over_seeds:
-        print0("One network per variant is not enough to rank variants: train several seeds.")
+        print0("One network per variant is not enough to rank variants: train several "
+               "seeds.")
 
 
 if __name__ == "__main__":

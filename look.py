@@ -16,6 +16,7 @@ whether your training used the image. For a Segmenter and one image, look.py dra
 """
 
 import csv
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -32,29 +33,45 @@ from segmenter import predict_classes, segmenter_from_checkpoint
 from vit import classifier_from_checkpoint
 
 SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
+SCENE = 35                                  # the test scene without --image and --scene
 FONT = ImageFont.load_default(size=16)
 FRAME = "#35d0ff"                           # around corrupted patches, as in the lecture
 # The colours of the maps from 0 to 1: matplotlib's magma at nine points.
-MAGMA = torch.tensor([[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [181, 54, 122],
-                      [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]]).float()
+MAGMA = torch.tensor([
+    [0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [181, 54, 122],
+    [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]]).float()
+
+
+def count(text):
+    """Return a flag's whole number; an error below 0."""
+    value = int(text)
+    if value < 0:
+        raise ArgumentTypeError(f"{text}: expected 0 or more")
+    return value
 
 
 def get_args():
     """Parse the flags."""
     p = common.new_parser(__doc__)
-    p.add_argument("--ckpt", default="weights/shapes_rpc.pt", help="look inside this checkpoint of "
-                   "train_cls.py or train_seg.py, a file or a folder (default: %(default)s)")
-    p.add_argument("--image", help="look at this image or folder (default: a rendered scene)")
-    p.add_argument("--scene", type=int, default=35, help="render this test scene (default: 35)")
-    p.add_argument("--noise", type=int, help="replace this many patches by noise (default: 6 in a "
-                   "rendered scene, 0 in your image)")
-    p.add_argument("--out", help="write to this file (default: look.png, for a folder look.csv)")
+    p.add_argument("--ckpt", default="weights/shapes_rpc.pt",
+                   help="look inside this checkpoint of train_cls.py or train_seg.py, "
+                   "a file or a folder (default: %(default)s)")
+    p.add_argument("--image",
+                   help="look at this image or folder (default: a rendered scene)")
+    p.add_argument("--scene", type=count,
+                   help=f"render this test scene (default: {SCENE})")
+    p.add_argument("--noise", type=count,
+                   help="replace this many patches by noise (default: 6 in a rendered "
+                   "scene, 0 in your image)")
+    p.add_argument("--out",
+                   help="write to this file (default: look.png, for a folder look.csv)")
     return p.parse_args()
 
 
 def to_picture(image):
     """Convert an image (3, h, w), float in [0, 1], to a Pillow image."""
-    return Image.fromarray((255 * image).round().byte().permute(1, 2, 0).numpy())
+    pixels = (255 * image).round().byte()
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
 def draw_map(x, largest):
@@ -63,24 +80,54 @@ def draw_map(x, largest):
     x = (x / largest).nan_to_num(0).clamp(0, 1) * (len(MAGMA) - 1)
     low = x.long().clamp(max=len(MAGMA) - 2)
     colours = torch.lerp(MAGMA[low], MAGMA[low + 1], (x - low)[:, None])
-    return Image.fromarray(colours.round().byte().view(side, side, 3).numpy())
+    pixels = colours.round().byte()
+    return Image.fromarray(pixels.view(side, side, 3).numpy())
+
+
+def fitting(text, width):
+    """Return text that is at most `width` pixels wide: its middle is cut out if it is longer."""
+    if FONT.getlength(text) <= width:
+        return text
+    kept = len(text)
+    while FONT.getlength(shorter := f"{text[:kept // 2]}..{text[-kept // 2:]}") > width:
+        kept -= 1
+    return shorter
+
+
+def class_colours(n):
+    """Return n colours that differ, (n, 3), 0 to 255.
+
+    Three neighbours have hues 120 degrees apart and three levels of light. Then the hues turn by
+    the golden angle, 137.508 degrees, which spreads any number of hues evenly.
+    """
+    colours = []
+    for k in range(n):
+        turn, level = divmod(k, 3)
+        hue = (137.508 * turn + 120 * level) % 360
+        colours.append(ImageColor.getrgb(f"hsl({hue:.3f}, 70%, {35 + 15 * level}%)"))
+    return torch.tensor(colours)
 
 
 def draw_sheet(rows, notes, hit):
     """Draw rows of (title, picture) pairs, `notes` below, and blue frames around patches `hit`."""
-    wide, high = SIDE + MARGIN, SIDE + LINE + MARGIN
+    wide = SIDE + MARGIN
+    high = SIDE + LINE + MARGIN
     size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
     page = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(page)
     patches = round(len(hit) ** 0.5)                                # per side
     side = SIDE // patches - 1
     for y, row in enumerate(rows):
+        top = y * high + LINE
         for x, (title, picture) in enumerate(row):
-            left, top = x * wide, y * high + LINE
+            left = x * wide
+            title = fitting(title, SIDE)
             draw.text((left + 2, top - LINE), title, fill="black", font=FONT)
-            page.paste(picture.resize((SIDE, SIDE), Image.Resampling.NEAREST), (left, top))
+            large = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
+            page.paste(large, (left, top))
             for i in hit.nonzero()[:, 0].tolist():
-                x0, y0 = left + i % patches * SIDE // patches, top + i // patches * SIDE // patches
+                x0 = left + i % patches * SIDE // patches
+                y0 = top + i // patches * SIDE // patches
                 draw.rectangle([x0, y0, x0 + side, y0 + side], outline=FRAME, width=2)
     for i, note in enumerate(notes):
         draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
@@ -97,7 +144,8 @@ def patch_attention(attn, x, steps, num_patches):
     """
     q, k, _ = attn.project(x)
     if steps:
-        q, k = steps[-1]["Q2"], steps[-1]["K2"]
+        q = steps[-1]["Q2"]
+        k = steps[-1]["K2"]
     q = q[0, :, :1] if x.shape[1] > num_patches else q[0]
     scores = q @ k[0].mT / q.shape[-1] ** 0.5                        # (H, 1 or N, N)
     return scores.softmax(-1).mean((0, 1))[-num_patches:]
@@ -105,14 +153,16 @@ def patch_attention(attn, x, steps, num_patches):
 
 def likeliest(model, images, classes, n):
     """Return the n likeliest classes of the first image as text: "star 98.2 %, arrow 1.0 %"."""
-    probabilities = model(images)[0].softmax(0).topk(min(n, len(classes)))
-    return ", ".join(f"{classes[k]} {100 * p:.1f} %" for p, k in
-                     zip(*(t.tolist() for t in probabilities)))
+    probabilities = model(images)[0].softmax(0)
+    largest, numbers = probabilities.topk(min(n, len(classes)))
+    pairs = zip(largest.tolist(), numbers.tolist())
+    return ", ".join(f"{classes[k]} {100 * p:.1f} %" for p, k in pairs)
 
 
 def look_at_classifier(model, classes, image, noise, crop):
     """Print the likeliest classes and the size of S; return a picture of attention and S."""
-    size, patch = model.config.image_size, model.config.patch_size
+    size = model.config.image_size
+    patch = model.config.patch_size
     clean = central_square(image, size, crop)[None] / 255                      # (1, 3, S, S)
     images, hit = corrupt_patches(clean, "noise", patch, n=noise)
     hit = hit[0]                                                        # (P,)
@@ -120,11 +170,14 @@ def look_at_classifier(model, classes, image, noise, crop):
         print(f"{noise} of {len(hit)} patches are noise")
         print(f"answer without noise  {likeliest(model, clean, classes, 1)}")
     print(f"answer                {likeliest(model, images, classes, 3)}")
-    print(f"The network can answer one of {len(classes)} classes: {', '.join(classes[:12])}"
-          f"{', ...' if len(classes) > 12 else ''}.")
+    names = ", ".join(classes[:12])
+    if len(classes) > 12:
+        names += ", ..."
+    print(f"The network can answer one of {len(classes)} classes: {names}.")
 
     rows = [[(likeliest(model, images, classes, 1), to_picture(images[0]))]]
-    table, verdicts = [], []
+    table = []
+    verdicts = []
     for i, (attn, x) in enumerate(layer_inputs(model, images)):
         steps = attn.trace(x)
         attention = patch_attention(attn, x, steps, len(hit))
@@ -137,17 +190,29 @@ def look_at_classifier(model, classes, image, noise, crop):
             S = S / S.mean().clamp_min(1e-12)
             rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
             filled = 100 * (step["S"] != 0).double().mean()
-            on, off = S[hit].mean().item(), S[~hit].mean().item()
-            table.append([i, n, f"{filled:.0f} %", *[f"{on:.2f}", f"{off:.2f}"] * bool(noise)])
+            on = S[hit].mean().item()
+            off = S[~hit].mean().item()
+            line = [i, n, f"{filled:.0f} %"]
+            if noise:
+                line += [f"{on:.2f}", f"{off:.2f}"]
+            table.append(line)
         if steps and noise:                                             # of the last step
-            word = "larger" if on > off else "smaller" if on < off else "not larger"
-            verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} against {off:.2f} "
-                            f"in layer {i}, step {n}; 1 is the mean over all patches.")
+            word = "not larger"
+            if on != off:
+                word = "larger" if on > off else "smaller"
+            verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} "
+                            f"against {off:.2f} in layer {i}, step {n}; 1 is the mean "
+                            "over all patches.")
 
-    source = "the class token" if model.config.num_tokens > len(hit) else "all patches, mean"
-    notes = [f"Top: attention of {source}, each map on its own scale. %: on the patches."]
+    source = "all patches, mean"
+    if model.config.num_tokens > len(hit):
+        source = "the class token"
+    notes = [f"Top: attention of {source}, each map on its own scale. "
+             "%: on the patches."]
     if table:
-        header = ["layer", "PAP step", "S is not 0", *["S on noise", "S elsewhere"] * bool(noise)]
+        header = ["layer", "PAP step", "S is not 0"]
+        if noise:
+            header += ["S on noise", "S elsewhere"]
         print(f"\n{common.table(table, header)}")
         notes.append("|S| per patch: black is 0, light yellow is twice the mean.")
     if verdicts:
@@ -159,8 +224,7 @@ def look_at_classifier(model, classes, image, noise, crop):
 def look_at_segmenter(model, classes, image):
     """Print the share of each class in the image (3, h, w) uint8; return a picture of them."""
     size = model.config.image_size
-    colours = torch.tensor([ImageColor.getrgb(f"hsl({137.5 * k}, 70%, {35 + 15 * (k % 3)}%)")
-                            for k in range(len(classes))])              # (K, 3), 0 to 255
+    colours = class_colours(len(classes))
     found = predict_classes(model, image, size=size, window=size, stride=size)      # (h, w)
     area = torch.bincount(found.flatten(), minlength=len(classes)) / found.numel()
     order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]
@@ -177,7 +241,8 @@ def look_at_segmenter(model, classes, image):
     for i, k in enumerate(order):
         top = h + MARGIN + i * LINE
         draw.rectangle((2, top + 3, 18, top + 19), fill=tuple(colours[k].tolist()))
-        draw.text((26, top), f"{classes[k]}, {100 * area[k]:.1f} %", fill="black", font=FONT)
+        text = f"{classes[k]}, {100 * area[k]:.1f} %"
+        draw.text((26, top), text, fill="black", font=FONT)
         print(f"{100 * area[k]:6.1f} %  {classes[k]}")
     return page
 
@@ -185,8 +250,7 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder, crop, seen):
     """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
 
-    seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or
-    "no".
+    seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or "no".
     """
     rows = []
     for path in walk_images(folder):
@@ -196,41 +260,82 @@ def classify_folder(model, classes, folder, crop, seen):
             print(f"left out: {error}")
             continue
         image = central_square(photo, model.config.image_size, crop)
-        probability, k = model(image[None] / 255)[0].softmax(0).max(0)
-        used = ["yes" if image_hashes(path, photo) & seen else "no"] if seen else []
-        rows.append((str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}", *used))
+        logits = model(image[None] / 255)[0]
+        probability, k = logits.softmax(0).max(0)
+        row = [str(Path(path).relative_to(folder)), classes[k], f"{probability:.4f}"]
+        if seen:
+            used = image_hashes(path, photo) & seen
+            row.append("yes" if used else "no")
+        rows.append(row)
     return rows
+
+
+def write_table(model, classes, args, crop, seen):
+    """Print the table of `classify_folder`, and write it to --out."""
+    header = ["file", "class", "probability"]
+    if seen:
+        header.append("used in training")
+    rows = classify_folder(model, classes, args.image, crop, seen)
+    print(common.table(rows, header))
+    out = args.out or "look.csv"
+    with open(out, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header] + rows)
+    print(f"written: {out}")
+
+
+def check_flags(args, segmenter):
+    """Raise InputError for flags that would do nothing."""
+    folder = args.image and Path(args.image).is_dir()
+    if segmenter and folder:
+        raise common.InputError(f"--image {args.image}: expected one image, because "
+                                "the checkpoint is a Segmenter; only classifiers look "
+                                "at folders")
+    if args.noise is not None and (segmenter or folder):
+        raise common.InputError("--noise would do nothing: patches are replaced in one "
+                                "image of a classifier only")
+    if args.scene is not None and args.image:
+        raise common.InputError("--scene would do nothing: --image selects your own "
+                                "image")
 
 
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
-    classes, trained = checkpoint["classes"], checkpoint["args"].get("data")
-    crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
-    segmenter = checkpoint["task"] == "segmentation"
+    task = checkpoint.get("task")
+    if task not in ("classification", "segmentation"):
+        raise common.InputError(f"--ckpt {args.ckpt}: expected a checkpoint of "
+                                "train_cls.py or train_seg.py")
+    segmenter = task == "segmentation"
+    check_flags(args, segmenter)
     rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
-    model, seen = rebuild(checkpoint).requires_grad_(False), {*checkpoint["seen"]}
+    model = rebuild(checkpoint).requires_grad_(False)
+    classes = checkpoint["classes"]
+    seen = set(checkpoint["seen"])
+    trained = checkpoint["args"].get("data")
+    crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
 
     if args.image and Path(args.image).is_dir():
-        header = ["file", "class", "probability", *["used in training"] * bool(seen)]
-        rows = classify_folder(model, classes, args.image, crop, seen)
-        print(common.table(rows, header))
-        out = args.out or "look.csv"
-        with open(out, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([header, *rows])
-        print(f"written: {out}")
+        write_table(model, classes, args, crop, seen)
         return
 
+    noise = args.noise
     if args.image:
-        image, noise = read_image(args.image), args.noise or 0
+        image = read_image(args.image)
+        noise = noise or 0
         if image_hashes(args.image, image) & seen:
-            print("the training used this image, so the answer does not count as a test")
+            print("the training used this image, so the answer does not count as a "
+                  "test")
     else:
-        scenes = load_shapes("test", args.scene + 1, model.config.image_size)
-        image, noise = scenes.images[args.scene], 6 if args.noise is None else args.noise
-        print(f"scene {args.scene} shows: {list(SHAPES)[scenes.labels[args.scene]]}")
-    page = (look_at_segmenter(model, classes, image) if segmenter else
-            look_at_classifier(model, classes, image, noise, crop))
+        scene = SCENE if args.scene is None else args.scene
+        scenes = load_shapes("test", scene + 1, model.config.image_size)
+        image = scenes.images[scene]
+        if noise is None:
+            noise = 6
+        print(f"scene {scene} shows: {list(SHAPES)[scenes.labels[scene]]}")
+    if segmenter:
+        page = look_at_segmenter(model, classes, image)
+    else:
+        page = look_at_classifier(model, classes, image, noise, crop)
     out = args.out or "look.png"
     page.save(out)
     print(f"written: {out}")

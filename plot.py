@@ -6,82 +6,167 @@ A folder contains a run of a trainer (log.jsonl), an evaluation of eval_robust.p
 or a run and, in its subfolder robust/, the run's evaluation. plot.py needs matplotlib.
 """
 
+from collections import Counter
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
-from eval_robust import MODEL, measure_text, row_key
 from matplotlib.figure import Figure
+
+from results import KEY, MODEL, has_shared_budget, measure_text, row_key, unpack
 
 
 def training_curves(rows):
     """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
     curves = {}
     for row in rows:
-        found = [("loss", "training", row["loss"])] if "loss" in row else []
-        found += [(name, "evaluation", value) for name, value in row.get("eval", {}).items()
-                  if isinstance(value, float)]
-        found += [("share of nonzero S", f"layer {layer}, PAP step {i}", share)
-                  for layer, shares in row.get("nonzero_S", {}).items()
-                  for i, share in enumerate(shares, 1)]
-        for panel, name, value in found:
-            curves.setdefault(panel, {}).setdefault(name, []).append((row["step"], value))
+        points = []
+        if "loss" in row:
+            points.append(("loss", "training", row["loss"]))
+        for name, value in row.get("eval", {}).items():
+            if isinstance(value, float):
+                points.append((name, "evaluation", value))
+        for layer, shares in row.get("nonzero_S", {}).items():
+            for step, share in enumerate(shares, 1):
+                points.append(("share of nonzero S", f"layer {layer}, PAP step "
+                                                     f"{step}", share))
+        for panel, name, value in points:
+            panel_curves = curves.setdefault(panel, {})
+            panel_curves.setdefault(name, []).append((row["step"], value))
     return curves
+
+
+def clean_accuracy(row, clean):
+    """Return the clean accuracy on the images of a row, None if it is not known.
+
+    clean: the row of the clean images, which has the same images in the same order, or more.
+    """
+    if clean["images"] == row["images"]:
+        return clean["top1"]
+    if clean["images"] < row["images"] or "right" not in clean:
+        return None
+    right = unpack(clean["right"], clean["images"])[:row["images"]]
+    return 100 * right.double().mean().item()
+
+
+def unit_of_budgets(row):
+    """Return the unit of an attack's budgets in words, and how many units a budget of 1 has."""
+    if row["settings"].get("conditions") == "paper":
+        return "eps in 1/255 of the normalised pixels", 255
+    if row["name"] == "sld":
+        return "eps, the L1 norm of the change", 1
+    return "eps in 1/255 of the pixel range", 255
 
 
 def budget_curves(rows):
-    """Convert the rows of results.jsonl to {attack: {key: (label, [(eps in 1/255, top-1 in %)])}}.
+    """Convert the rows of results.jsonl to {panel: {key: (label, [(eps in 1/255, top-1 in %)])}}.
 
-    The rows of a curve differ in eps only. A curve begins with the clean accuracy, at eps = 0.
+    A panel is an attack with its settings, and the unit of its budgets. The rows of a curve differ
+    in eps only. A curve begins with the clean accuracy on the same images, at eps = 0. Attacks with
+    a budget of their own, such as noise, have no curve.
     """
-    same = (*MODEL, "data", "fingerprint", "seed")
-    clean = {row_key(row, same): [(0, row["top1"])] for row in rows if row["name"] == "clean"}
+    same = (*MODEL, "code", "data", "fingerprint", "seed")
+    rows = list({row_key(row): row for row in rows}.values())
+    clean = {}
+    for row in rows:
+        if row["name"] == "clean" and "top1" in row:
+            key = row_key(row, same)
+            if key not in clean or row["images"] > clean[key]["images"]:
+                clean[key] = row
     curves = {}
     for row in rows:
-        settings = dict(row["settings"])
-        eps = settings.pop("eps", None)
-        if eps is not None:                                     # an attack with a budget
-            label = f"{row['model']}, {row['checkpoint']}, {row['images']} images"
-            panel = curves.setdefault(measure_text(row["name"], settings), {})
-            _, curve = panel.setdefault(row_key(row | dict(settings=settings)),
-                                        (label, clean.get(row_key(row, same), [])[:]))
-            curve.append((255 * eps, row["top1"]))
-            curve.sort()
-    return curves
+        if has_shared_budget(row):
+            settings = dict(row["settings"])
+            eps = settings.pop("eps")
+            unit, scale = unit_of_budgets(row)
+            panel = curves.setdefault((measure_text(row["name"], settings), unit), {})
+            key = row_key(row | dict(settings=settings))
+            if key not in panel:
+                start = clean.get(row_key(row, same))
+                accuracy = None if start is None else clean_accuracy(row, start)
+                points = [] if accuracy is None else [(0, accuracy)]
+                panel[key] = (row, points)
+            _, points = panel[key]
+            points.append((scale * eps, row["top1"]))
+            points.sort()
+    labelled = {}
+    for title, panel in curves.items():
+        labels = curve_labels([row for row, _ in panel.values()])
+        points = [points for _, points in panel.values()]
+        labelled[title] = dict(zip(panel, zip(labels, points)))
+    return labelled
 
 
-def draw_panels(panels, path, xlabel):
-    """Draw {panel title: [(label, [(x, y)])]} and write the figure to path."""
+def curve_labels(rows):
+    """Return one label per row; equal labels also show what differs between their rows."""
+    labels = [f"{row['model']}, {row.get('checkpoint')}, {row['images']} "
+              "images" for row in rows]
+    counts = Counter(labels)
+    named = []
+    for row, label in zip(rows, labels):
+        if counts[label] > 1:
+            twins = [other for other, name in zip(rows, labels) if name == label]
+            for field in KEY:
+                values = {row_key(twin, [field]) for twin in twins}
+                if len(values) > 1:
+                    label += f", {field} {row.get(field)}"
+        named.append(label)
+    return named
+
+
+def draw_panels(panels, path):
+    """Draw {(title, text of the x axis): [(label, [(x, y)])]} and write the figure to path."""
     n = len(panels)
-    figure = Figure(figsize=(6, 4.2 * n), layout="constrained")
-    for ax, (title, lines) in zip(figure.subplots(n, squeeze=False).flat, panels.items()):
-        for label, points in lines:
-            ax.plot(*zip(*points), ".-", label=label)
-        ax.set(title=title, xlabel=xlabel)
-        ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22))
+    longest = max(map(len, panels.values()))
+    figure = Figure(figsize=(6, n * (3.9 + 0.25 * longest)), layout="constrained")
+    axes = figure.subplots(n, squeeze=False).flat
+    for ax, ((title, xlabel), lines) in zip(axes, panels.items()):
+        for _, points in lines:
+            x, y = zip(*points)
+            ax.plot(x, y, ".-")
+        ax.set(title=as_plain_text(title), xlabel=xlabel)
+        labels = [as_plain_text(label) for label, _ in lines]
+        # Explicit lines, because a legend leaves out the labels that begin with an underscore.
+        ax.legend(ax.lines, labels, frameon=False, loc="upper center",
+                  bbox_to_anchor=(0.5, -0.22))
     figure.savefig(path)
     print(path)
+
+
+def as_plain_text(text):
+    """Return text in which matplotlib draws dollar signs instead of formulas."""
+    return text.replace("$", r"\$")
 
 
 def main():
     p = common.new_parser(__doc__)
     p.usage = "%(prog)s folder ..."
-    p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
-    folders = p.parse_args().folders
+    p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these "
+                                                         "folders")
+    folders = list(dict.fromkeys(p.parse_args().folders))           # each folder once
 
-    curves, rows = {}, []
+    curves = {}
+    rows = []
     for folder in folders:
-        for panel, lines in training_curves(common.read_log(folder / "log.jsonl")).items():
-            curves.setdefault(panel, []).extend((f"{folder}, {name}", points)
-                                                for name, points in lines.items())
-        for name in ("results.jsonl", "robust/results.jsonl"):
-            rows += common.read_log(folder / name)
-    budgets = {attack: list(lines.values()) for attack, lines in budget_curves(rows).items()}
-    if not curves and not budgets:
-        raise common.InputError(f"{folders[0]}: no rows to draw in log.jsonl or results.jsonl")
+        logged = training_curves(common.read_log(folder / "log.jsonl"))
+        for panel, lines in logged.items():
+            named = [(f"{folder}, {name}", points) for name, points in lines.items()]
+            curves.setdefault((panel, "training step"), []).extend(named)
+        stored = common.read_log(folder / "results.jsonl")
+        stored += common.read_log(folder / "robust" / "results.jsonl")
+        stored = [row for row in stored if "top1" in row]
+        if not logged and not budget_curves(stored):
+            raise common.InputError(f"{folder}: no rows to draw in log.jsonl or "
+                                    "results.jsonl; expected the folder of a run or of "
+                                    "an evaluation with an attack of several budgets, "
+                                    "such as pgd")
+        rows += stored
     if curves:
-        draw_panels(curves, folders[0] / "curves.png", "training step")
+        draw_panels(curves, folders[0] / "curves.png")
+    budgets = {}
+    for title, lines in budget_curves(rows).items():
+        budgets[title] = list(lines.values())
     if budgets:
-        draw_panels(budgets, folders[0] / "budgets.png", "eps in 1/255 of the pixel range")
+        draw_panels(budgets, folders[0] / "budgets.png")
 
 
 if __name__ == "__main__":

@@ -36,16 +36,20 @@ KEY = (*MODEL, "code", "data", "fingerprint", "name", "settings", "seed", "image
 # The numbers of a row that a table shows, and how it names them. top5: on ImageNet only.
 SHOWN = {
     "top1": "top1", "top5": "top5", "aupr": "aupr", "mce": "mce",
-    "pixel_accuracy": "pixel accuracy", "mean_accuracy": "mean accuracy", "mean_iou": "mean IoU",
-    "segment": "segment-wise, no per cent", "sliding": "sliding, no per cent",
-    "attacked": "attacked, no per cent", "attacked_unswapped": "attacked unswapped, no per cent",
+    "pixel_accuracy": "pixel accuracy",
+    "mean_accuracy": "mean accuracy",
+    "mean_iou": "mean IoU",
+    "segment": "segment-wise, no per cent",             # perplexities
+    "sliding": "sliding, no per cent",
+    "attacked": "attacked, no per cent",
+    "attacked_unswapped": "attacked unswapped, no per cent",
     "clean_unswapped": "clean unswapped, no per cent",
 }
-DISTANCE = "median L2 distance in pixel values"           # of an attack without a budget
+DISTANCE = "median L2 distance in pixel values"         # of an attack without a budget
 OWN_BUDGET = ("noise", "sld", "cw")     # attacks with their own budget, in rows without `own_eps`
 # Flags of a training that do not change the kind of a network.
-NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume", "num_workers",
-              "compile")
+NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
+              "num_workers", "compile")
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -69,11 +73,12 @@ def read_rows(path):
     for file in files:
         rows += common.read_log(file)
     if not rows:
-        raise InputError(f"{path}: no rows, expected results.jsonl or the folder that contains it")
+        raise InputError(f"{path}: no rows, expected results.jsonl or the folder that "
+                         "contains it")
     for row in rows:
         if not {"weights", "name", "settings"} <= row.keys():
-            raise InputError(f"{path}: a row has no weights, name or settings, so it is no row of "
-                             f"an evaluation; expected results.jsonl")
+            raise InputError(f"{path}: a row has no weights, name or settings, so it "
+                             "is no row of an evaluation; expected results.jsonl")
     return rows
 
 
@@ -143,25 +148,23 @@ def recipe(trained):
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def setting_text(name, value):
-    """Return a setting in words: steps=20, eps=2/255, severities=1,2."""
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    elif isinstance(value, float):
-        text = f"{value:g}"
-        levels = 255 * value
-        if name in ("eps", "alpha") and 0 < levels < 255 and abs(levels - round(levels)) < 1e-9:
-            text = f"{round(levels)}/255"                 # a change of pixel values
-        elif float(text) != value:
-            text = str(value)                             # :g has rounded
-        value = text
-    return f"{name}={value}"
-
-
 def measure_text(name, settings):
     """Return a measure in words: pgd steps=20 eps=2/255."""
-    words = [setting_text(*item) for item in settings.items()]
-    return " ".join([name, *words])
+    words = [name]
+    for setting, value in settings.items():
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        elif isinstance(value, float):
+            text = f"{value:g}"
+            levels = 255 * value
+            whole = 0 < levels < 255 and abs(levels - round(levels)) < 1e-9
+            if setting in ("eps", "alpha") and whole:
+                text = f"{round(levels)}/255"             # a change of pixel values
+            elif float(text) != value:
+                text = str(value)                         # :g has rounded
+            value = text
+        words.append(f"{setting}={value}")
+    return " ".join(words)
 
 
 # --- summaries of several rows --------------------------------------------------------------------
@@ -190,10 +193,12 @@ def mean_rows(rows):
         mean = {}
         for field in SHOWN:
             if field in first:
-                mean[field] = float(np.mean([np.mean(types[name][0][field]) for name in NAMES]))
-        full_size = first.get("classes") == 1000 and first.get("size") == 224
+                means = [np.mean(types[name][0][field]) for name in NAMES]
+                mean[field] = float(np.mean(means))
+        alexnets = first.get("data") == "imagenet" and first.get("classes") == 1000
+        full_size = first.get("size") == 224
         severities = first["settings"].get("severities")
-        if first.get("data") == "imagenet" and full_size and severities == [1, 2, 3, 4, 5]:
+        if alexnets and full_size and severities == [1, 2, 3, 4, 5]:
             errors = {name: 1 - np.mean(types[name][0]["top1"]) / 100 for name in NAMES}
             mean["mce"] = metrics.mean_corruption_error(errors)
         yield first | mean
@@ -202,8 +207,13 @@ def mean_rows(rows):
 def has_shared_budget(row):
     """Return whether a row belongs to an attack that runs for each budget of --eps."""
     own_eps = row.get("own_eps", row["name"] in OWN_BUDGET)
-    is_attack = "max_linf" in row and "right" in row
-    return is_attack and not own_eps and row["settings"].get("eps") is not None
+    return not own_eps and isinstance(row["settings"].get("eps"), float)
+
+
+def shared_settings(row):
+    """Return the settings that the attacks of one worst case share: budget and conditions."""
+    settings = row["settings"]
+    return {name: settings[name] for name in ("eps", "conditions") if name in settings}
 
 
 def worst_cases(rows):
@@ -215,9 +225,8 @@ def worst_cases(rows):
     """
     groups = {}                                           # {key without the attack: {name: rows}}
     for row in rows:
-        if has_shared_budget(row):
-            settings = row["settings"]
-            shared = {name: settings[name] for name in ("eps", "conditions") if name in settings}
+        if has_shared_budget(row) and "right" in row:
+            shared = shared_settings(row)
             worst = row | dict(name="worst", settings=shared, images=None)    # any number of images
             attacks = groups.setdefault(row_key(worst), {})
             attacks.setdefault(row["name"], []).append(row)
@@ -230,13 +239,13 @@ def worst_cases(rows):
             complete += [row for row in group if row["images"] == most]
         n = min(row["images"] for row in complete)
         right = [unpack(row["right"], row["images"])[:n] for row in complete]
-        share = torch.stack(right).all(0).double().mean().item()
+        under_all = torch.stack(right).all(0)
+        top1 = 100 * under_all.double().mean().item()
         first = complete[0]
-        shared = {name: first["settings"][name] for name in ("eps", "conditions")
-                  if name in first["settings"]}
-        row = {name: first.get(name) for name in (*KEY, "model", "checkpoint", "recipe")}
-        shared["of"] = ",".join(attacks)
-        yield row | dict(name="worst", settings=shared, images=n, top1=100 * share)
+        settings = shared_settings(first) | dict(of=",".join(attacks))
+        fields = (*KEY, "model", "checkpoint", "recipe")
+        row = {name: first.get(name) for name in fields}
+        yield row | dict(name="worst", settings=settings, images=n, top1=top1)
 
 
 # --- the table of networks ------------------------------------------------------------------------
@@ -267,38 +276,35 @@ def all_cells(rows):
         for field, name in SHOWN.items():
             if field in row and (field != "top5" or row.get("data") == "imagenet"):
                 value = float(np.mean(row[field]))
-                cells.append(Cell(row_key(row, MODEL), f"{text}, {name}", *place, value, 2))
+                cells.append(Cell(row_key(row, MODEL), f"{text}, "
+                                                       f"{name}", *place, value, 2))
         if "median_l2" in row and row["settings"].get("eps") is None:
             value = row["median_l2"]
-            cells.append(Cell(row_key(row, MODEL), f"{text}, {DISTANCE}", *place, value, 4))
+            cells.append(Cell(row_key(row, MODEL), f"{text}, "
+                                                   f"{DISTANCE}", *place, value, 4))
     return cells
-
-
-def column_titles(rows):
-    """Return {network's key: its title}. Networks of one name also show their checkpoint."""
-    last = {row_key(row, MODEL): row for row in rows}
-    names = [row["model"] for row in last.values()]
-    titles = {}
-    for key, row in last.items():
-        title = row["model"]
-        if names.count(title) > 1:
-            title += f", {row['checkpoint']}"
-        titles[key] = title
-    return titles
 
 
 def rows_table(rows):
     """Return rows as a Markdown table: one line per measure, one column per model.
 
-    A number for several severities is their mean. A line names its data if another line has the
+    Networks of one name also show their checkpoint. A number for several severities is their mean. A line names its data if another line has the
     same measure on other data. If a network has two numbers in one line, from two versions of the
     code, the line is printed once per version.
     """
-    titles = column_titles(rows)
+    networks = {row_key(row, MODEL): row for row in rows}
+    names = Counter(row["model"] for row in networks.values())
+    titles = []
+    for row in networks.values():
+        title = row["model"]
+        if names[title] > 1:
+            title += f", {row['checkpoint']}"
+        titles.append(title)
     lines = {}                          # {(measure, images, fingerprint): {code: {network: cell}}}
     for cell in all_cells(rows):
         versions = lines.setdefault((cell.text, cell.images, cell.fingerprint), {})
-        versions.setdefault(cell.code, {})[cell.network] = f"{cell.value:.{cell.digits}f}"
+        text = f"{cell.value:.{cell.digits}f}"
+        versions.setdefault(cell.code, {})[cell.network] = text
     alike = Counter((text, images) for text, images, _ in lines)
     body = []
     for (text, images, fingerprint), versions in lines.items():
@@ -311,9 +317,9 @@ def rows_table(rows):
             versions = {None: merged}
         for code, cells in versions.items():
             name = text if len(versions) == 1 else f"{text}, code {code or 'unknown'}"
-            numbers = [cells.get(network, "") for network in titles]
+            numbers = [cells.get(network, "") for network in networks]
             body.append([name, images, *numbers])
-    return common.table(body, ["measure, in per cent", "images", *titles.values()])
+    return common.table(body, ["measure, in per cent", "images", *titles])
 
 
 # --- the table over seeds -------------------------------------------------------------------------
@@ -327,7 +333,7 @@ def t_quantile(df):
     nodes, weights = np.polynomial.legendre.leggauss(64)            # for an integral from -1 to 1
     log_beta = math.lgamma(0.5) + math.lgamma(df / 2) - math.lgamma((df + 1) / 2)
     low = 0.0
-    high = math.atan(20 / math.sqrt(df))                            # the largest t, for df = 1, is 12.7
+    high = math.atan(20 / math.sqrt(df))                            # 12.7 is the largest t, at df 1
     for _ in range(60):
         u = (low + high) / 2
         x = u * (nodes + 1) / 2
@@ -398,14 +404,16 @@ def kinds_of_network(rows):
         _, _, seed = row["model"].rpartition(", seed ")
         if seed.isdecimal():
             # Rows of earlier versions have no recipe: their names differ in the seed only.
-            trained = row.get("recipe") or re.sub(rf"s{seed}(?![0-9])", "", row["checkpoint"])
-            key = row_key(row | dict(recipe=trained), ("model_config", "size", "task", "recipe"))
+            folder = re.sub(rf"s{seed}(?![0-9])", "", row["checkpoint"])
+            kind = row | dict(recipe=row.get("recipe") or folder)
+            key = row_key(kind, ("model_config", "size", "task", "recipe"))
             seeds = found.setdefault(key, {})
             seeds.setdefault(int(seed), {})[row_key(row, MODEL)] = row
     kinds = []
     notes = []
     for seeds in found.values():
-        row = next(iter(next(iter(seeds.values())).values()))
+        networks_of_seed = next(iter(seeds.values()))
+        row = next(iter(networks_of_seed.values()))
         title = row["model"].rpartition(", seed ")[0]
         networks = {}
         for seed, group in seeds.items():
@@ -438,7 +446,9 @@ def comparable_lines(cells, networks):
     lines = {}
     notes = []
     for (text, digits), data in measures.items():
-        everyone = {cell.network for group in data.values() for cell in group}
+        everyone = set()
+        for group in data.values():
+            everyone |= {cell.network for cell in group}
         complete = []
         for (images, _), group in data.items():
             values = {cell.network: cell.value for cell in group}
@@ -449,8 +459,8 @@ def comparable_lines(cells, networks):
             lines[name, images, digits] = values
         if not complete:
             sizes = ", ".join(sorted({str(images) for images, _ in data}))
-            notes.append(f"{text}: the networks have rows on different images ({sizes} images) or "
-                         f"of different code")
+            notes.append(f"{text}: the networks have rows on different images ({sizes} "
+                         "images) or of different code")
     return lines, notes
 
 
@@ -475,12 +485,15 @@ def seeds_table(rows):
     body = []
     for (text, images, digits), values in lines.items():
         by_kind = []
-        for kind in kinds:
-            by_kind.append({seed: values[network] for seed, network in kind.networks.items()
-                            if network in values})
         line = [text, images]
-        for own in by_kind:
-            line.append(estimate_text(mean_over_seeds(own), digits) if own else "")
+        for kind in kinds:
+            own = {seed: values[network] for seed, network in kind.networks.items()
+                   if network in values}
+            by_kind.append(own)
+            cell = ""
+            if own:
+                cell = estimate_text(mean_over_seeds(own), digits)
+            line.append(cell)
         for own in by_kind[1:]:
             cell = ""
             if own and by_kind[0]:
@@ -489,9 +502,9 @@ def seeds_table(rows):
             line.append(cell)
         body.append(line)
     text = "" if not body else common.table(body, header) + "\n"
-    text += ("±: half-width of the 95 % interval over seeds (Student's t). n: number of seeds; one "
-             "seed has no interval.\nDifferences are paired if both kinds have the same seeds, "
-             "else unpaired (Welch).")
+    text += ("±: half-width of the 95 % interval over seeds (Student's t). n: number "
+             "of seeds; one seed has no interval.\nDifferences are paired if both "
+             "kinds have the same seeds, else unpaired (Welch).")
     for note in notes:
         text += f"\nleft out: {note}"
     return text

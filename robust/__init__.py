@@ -50,9 +50,11 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         check_logits(logits)
         if part[0] == 0:
             check_repeats(model, x[:2], logits[:2])
-        if labels.shape != images.shape[:1] or not 0 <= y.min() <= y.max() < logits.shape[1]:
-            raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to {y.max()}, "
-                             f"expected ({len(images)},) from 0 to {logits.shape[1] - 1}")
+        known = 0 <= y.min() <= y.max() < logits.shape[1]
+        if labels.shape != images.shape[:1] or not known:
+            raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to "
+                             f"{y.max()}, expected ({len(images)},) from 0 to "
+                             f"{logits.shape[1] - 1}")
         clean = logits.argmax(1) == y
         right["clean"].append(clean)
         for name, attack in attacks.items():
@@ -60,4 +62,5 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
             with torch.no_grad():
                 right[name].append(model(adv).argmax(1) == y)
     right = {name: torch.cat(parts).cpu() for name, parts in right.items()}
-    return right | {"worst": torch.stack(list(right.values())).all(0)}
+    right["worst"] = torch.stack(list(right.values())).all(0)
+    return right
