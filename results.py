@@ -288,9 +288,9 @@ def all_cells(rows):
 def rows_table(rows):
     """Return rows as a Markdown table: one line per measure, one column per model.
 
-    Networks of one name also show their checkpoint. A number for several severities is their mean. A line names its data if another line has the
-    same measure on other data. If a network has two numbers in one line, from two versions of the
-    code, the line is printed once per version.
+    Networks of one name also show their checkpoint. A number for several severities is their mean.
+    A line names its data if another line has the same measure on other data. If a network has two
+    numbers in one line, from two versions of the code, the line is printed once per version.
     """
     networks = {row_key(row, MODEL): row for row in rows}
     names = Counter(row["model"] for row in networks.values())

@@ -3,7 +3,9 @@
 import contextlib
 import io
 import json
+import os
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -59,6 +61,37 @@ def test_evaluate_attacks_right_images_by_number():
     assert seen == (100 + right["clean"].nonzero()[:, 0]).tolist()
     assert 0 < right["pgd"].sum() < right["clean"].sum()
     assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["invert"])
+
+
+def test_evaluate_checks_what_an_attack_returns():
+    model, images, labels = trained_network(8)
+
+    def leave_train_mode(model, x, y):
+        model.train()
+        return x
+
+    wrong = {"returns images": lambda model, x, y: x[:1],
+             "not finite": lambda model, x, y: x * float("nan"),
+             "expected 0 to 1": lambda model, x, y: 2 * x - 1,
+             "train mode": leave_train_mode}
+    for words, attack in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            evaluate(model.eval(), images, labels, {"a": attack})
+    close = evaluate(model.eval(), images, labels, {"a": lambda model, x, y: x + 5e-7})
+    assert torch.equal(close["a"], close["clean"])                      # rounding is allowed
+
+
+def test_evaluate_rejects_networks_that_do_not_repeat():
+    _, images, labels = trained_network(4)
+    weights = torch.randn(3 * 32 * 32, 10, generator=torch.Generator().manual_seed(0))
+
+    def dropout(x):
+        return torch.nn.functional.dropout(x.flatten(1), 0.5) @ weights
+
+    with pytest.raises(common.InputError, match="dropout"):
+        evaluate(dropout, images, labels, {})
+    with pytest.raises(common.InputError, match="probabilities"):
+        evaluate(lambda x: 100 * (x.flatten(1) @ weights).softmax(1), images, labels, {})
 
 
 def test_evaluate_rejects_wrong_labels_and_train_mode():
@@ -210,6 +243,177 @@ def test_other_size_or_frost_is_another_row(few_scenes):
             "--image_size", how)
     assert [(row["name"], row["size"]) for row in read()] == [
         ("clean", 16), ("corruptions", 16), ("clean", 32), ("corruptions", 32), ("corruptions", 32)]
+
+
+def write_network(path, answer, folder="."):
+    """Write my.py whose network imports its answer, a class, from a neighbour."""
+    Path(folder).mkdir(exist_ok=True)
+    Path(folder, f"{path}.py").write_text(
+        "import torch\nfrom attention import naive_attention\n"
+        f"answer = {answer}\ndef logits(x):\n"
+        "    return 5 * torch.eye(10)[[answer] * len(x)] - 1 + 0 * x.mean()\n"
+        if path == "helper" else
+        "import helper, torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return helper.logits(x)\ndef build():\n    return Net()\n")
+
+
+def test_files_do_not_touch_each_other(few_scenes):
+    """Each file has its own neighbours; the project keeps its attention.py."""
+    for folder, answer in (("a", 1), ("b", 2), ("12:30", 3)):
+        write_network("helper", answer, folder)
+        write_network("my", answer, folder)
+        Path(folder, "attention.py").write_text("naive_attention = None\n")
+    before = sys.modules["attention"]
+    run("--model a/my.py:build b/my.py:build 12:30/my.py:build --data shapes", CLEAN)
+    labels = load_shapes("test", 80)[1][eval_robust.epoch_order(80, epoch=0, seed=0)[:5]]
+    assert [row["top1"] for row in read()] == [
+        pytest.approx(100 * (labels == k).float().mean().item(), abs=1e-3) for k in (1, 2, 3)]
+    assert sys.modules["attention"] is before and "helper" not in sys.modules
+    assert before.naive_attention and "a" not in map(os.path.basename, sys.path)
+
+
+def test_an_edited_neighbour_makes_another_row(few_scenes):
+    for answer in (1, 2, 2):
+        write_network("helper", answer)
+        write_network("my", answer)
+        run("--model my.py:build --data shapes", CLEAN)
+    assert len({row["code"] for row in read()}) == len(read()) == 2
+
+
+def test_code_is_what_is_loaded_from_the_project():
+    loaded = {path.name for path in eval_robust.loaded_files(ROOT).values()}
+    assert {"attention.py", "attacks.py", "datasets.py", "fan.py", "results.py"} <= loaded
+    assert not any("site-packages" in str(path)
+                   for path in eval_robust.loaded_files(Path("/")).values())
+    before = eval_robust.code_hash()
+    Path("more.py").write_text("a = 1\n")
+    assert before == eval_robust.code_hash() != eval_robust.code_hash(Path("more.py"))
+
+
+def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
+    make_checkpoint("rpc.pt")
+    make_checkpoint("soft.pt", attn="softmax")
+    calls = []
+
+    def counted(model, images, labels, eps, **settings):
+        calls.append(len(images))
+        return attacks.pgd(model, images, labels, eps, **settings)
+
+    monkeypatch.setitem(eval_robust.ATTACKS, "adaptive_pgd", eval_robust.Attack(
+        counted, dict(steps=20)))
+    run("--ckpt soft.pt rpc.pt --measures pgd adaptive_pgd --steps 2 --limit 5 --eps 4/255 "
+        "--out_dir r")
+    plain, _, copied, computed = read()
+    assert len(calls) == 1 and "same_as" not in computed
+    assert (copied["name"], copied["same_as"]) == ("adaptive_pgd", "pgd")
+    assert copied["right"] == plain["right"] and copied["weights"] == plain["weights"]
+    table = run("--table r")
+    assert "worst eps=4/255 of=pgd,adaptive_pgd" in table
+
+
+def test_order_of_checkpoints_decides_nothing():
+    make_checkpoint("few.pt", num_images=400)
+    make_checkpoint("more.pt", attn="softmax", num_images=800)
+    run("--ckpt few.pt more.pt", CLEAN)
+    run("--ckpt more.pt few.pt", CLEAN)
+    assert len(read()) == 2
+    make_checkpoint("other.pt", data="cifar10")
+    for names in ("few.pt other.pt", "other.pt few.pt"):
+        line = refused(eval_robust, "--device cpu --ckpt", names)
+        assert "differ in data" in line and "shapes" in line and "--data" in line
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--measures clean --eps 2/255", "--eps would do nothing"),
+    ("--measures cw --eps 2/255", "--eps would do nothing"),
+    ("--measures clean fgsm --steps 3", "--steps would do nothing"),
+    ("--measures clean --severities 3", "--severities would do nothing"),
+    ("--measures fog --frost_dir x", "--frost_dir would do nothing"),
+    ("--measures clean --preset paper", "--preset would do nothing"),
+    ("--image_size 64", "--image_size would do nothing"),
+    ("--measures clean --imagenet_a x", "--imagenet_a would do nothing"),
+    ("--data_dir photos", "--data_dir photos would do nothing"),
+    ("--table r --out_dir o", "would do nothing: --table"),
+    ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),
+    ("--steps 0", "expected 1 or more"), ("--batch_size 0", "expected 1 or more"),
+    ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "such as 8/255"),
+    ("--eps -1/255", "such as 8/255")])
+def test_flags_without_effect_are_errors(words, expected):
+    make_checkpoint()
+    assert expected in refused(eval_robust, "--device cpu --ckpt m.pt", words)
+
+
+def test_table_needs_rows_at_every_path():
+    make_checkpoint()
+    run("--ckpt m.pt", CLEAN)
+    assert "| clean, top1" in run("--table r")
+    assert "nowhere: no rows" in refused(eval_robust, "--table r nowhere")
+
+
+def test_seeds_get_a_second_table():
+    checkpoint = common.load(ROOT / "weights/shapes_softmax.pt")
+    for seed in (0, 1):
+        weights = {name: w + 0.01 * seed for name, w in checkpoint["model"].items()}
+        args = checkpoint["args"] | dict(num_images=400, seed=seed, out_dir=f"s{seed}")
+        common.save(Path(f"s{seed}.pt"), checkpoint | dict(args=args, model=weights))
+    table = run("--ckpt s0.pt s1.pt", CLEAN)
+    assert "| mean over seeds" in table and ", n 2" in table and "train several" not in table
+    assert "mean over seeds" in run("--table r")
+
+
+def test_batches_on_a_cpu_are_small():
+    make_checkpoint()
+    args = eval_robust.get_args(["--ckpt", "m.pt"])
+    args.device = torch.device("cpu")
+    model = eval_robust.load_model("m.pt", None, args.device)
+    for size, images in ((16, 256), (32, 256), (224, 5), (1000, 1)):
+        completed = eval_robust.complete_flags(args, [model._replace(size=size)])
+        assert completed.batch_size == images and args.batch_size is None
+
+
+def test_a_data_set_is_hashed_once(monkeypatch):
+    make_checkpoint()
+    hashed = []
+
+    def counted(data):
+        hashed.append(data)
+        return "f"
+
+    monkeypatch.setattr(eval_robust, "fingerprint", counted)
+    run("--ckpt m.pt --measures clean fgsm fog --eps 1/255 2/255 --limit 2 --out_dir r")
+    assert len(hashed) == 1
+
+
+def test_two_nodes_use_the_rows_of_the_first(tmp_path):
+    """Rank 1 has another folder without rows."""
+    make_checkpoint(tmp_path / "m.pt")
+    words = ["--ckpt", str(tmp_path / "m.pt"), *CLEAN.split()]
+    run(words[:2], CLEAN)
+    text = Path("r/results.jsonl").read_text()
+    changed = json.loads(text) | dict(top1=12.5)        # so that reading it is seen
+    Path("r/results.jsonl").write_text(json.dumps(changed) + "\n")
+
+    def main():
+        if os.environ["RANK"] == "1":
+            Path("node").mkdir()
+            os.chdir("node")
+        eval_robust.main()
+
+    printed = group(main, [*words, "--measures", "clean", "noise", "--device", "cpu",
+                           "--num_workers", "0"])
+    assert "12.50" in printed[0] and len(read()) == 2
+
+
+def test_nodes_with_other_images_are_an_error(tmp_path):
+    for rank in "01":
+        make_checkpoint(tmp_path / f"{rank}.pt", num_images=400 + 400 * int(rank))
+
+    def main():
+        sys.argv[2] = str(tmp_path / f"{os.environ['RANK']}.pt")
+        with pytest.raises(common.InputError, match="processes have different networks, code, im"):
+            eval_robust.main()
+
+    group(main, ["--ckpt", "?", *CLEAN.split(), "--device", "cpu", "--num_workers", "0"])
 
 
 def test_paper_preset_attacks_normalised_images(monkeypatch):

@@ -16,6 +16,7 @@ from data.datasets import load_part
 from data.images import image_hashes, read_image
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
+from runs import refused
 from vit import ViT, ViTConfig
 
 SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, num_classes=10,
@@ -164,3 +165,28 @@ def test_a_segmenter_calls_a_scene_what_it_shows(run, tmp_path):
     shares = [line.split() for line in result.splitlines() if " %  " in line]
     assert [name for *_, name in shares[:2]] == ["background", "star"]
     assert sum(float(share) for share, *_ in shares) == pytest.approx(100, abs=2)
+
+
+def test_classes_have_colours_that_differ():
+    colours = look.class_colours(150).float()
+    distances = torch.cdist(colours, colours) + 1e3 * torch.eye(150)
+    assert colours.shape == (150, 3) and distances.min() >= 5
+
+
+def test_titles_fit_their_column():
+    for title in ("cat 98.2 %", "American Staffordshire terrier 98.2 %", "W" * 90):
+        shorter = look.fitting(title, look.SIDE)
+        assert look.FONT.getlength(shorter) <= look.SIDE
+        assert shorter == title or shorter[0] == title[0] and shorter[-1] == title[-1]
+    assert look.fitting("cat 98.2 %", look.SIDE) == "cat 98.2 %"
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("--ckpt weights/seg_shapes_rpc.pt --image lecture", "expected one image"),
+    ("--ckpt weights/seg_shapes_rpc.pt --noise 3", "--noise would do nothing"),
+    ("--image lecture --noise 3", "--noise would do nothing"),
+    ("--image lecture/pictures/scene.png --scene 3", "--scene would do nothing"),
+    ("--ckpt weights/pydoc_rpc.pt", "expected a checkpoint of train_cls.py"),
+    ("--scene -1", "expected 0 or more")])
+def test_flags_without_effect_are_errors(words, expected):
+    assert expected in refused(look, words)
