@@ -65,7 +65,8 @@ def budget_curves(rows):
     a budget of their own, such as noise, have no curve.
     """
     same = (*MODEL, "code", "data", "fingerprint", "seed")
-    rows = list({row_key(row): row for row in rows}.values())
+    curve = (*KEY, "checkpoint")
+    rows = list({row_key(row, curve): row for row in rows}.values())
     clean = {}
     for row in rows:
         if row["name"] == "clean" and "top1" in row:
@@ -79,7 +80,7 @@ def budget_curves(rows):
             eps = settings.pop("eps")
             unit, scale = unit_of_budgets(row)
             panel = curves.setdefault((measure_text(row["name"], settings), unit), {})
-            key = row_key(row | dict(settings=settings))
+            key = row_key(row | dict(settings=settings), curve)
             if key not in panel:
                 start = clean.get(row_key(row, same))
                 accuracy = None if start is None else clean_accuracy(row, start)
