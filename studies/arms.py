@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import common
 from common import InputError
+from robust.corruptions import NAMES
 from studies.robust_attentions import USUAL as ROBUST
 from studies.stats import (compare, full_table, holm, judged, outcomes, paired, paired_t,
                            primary_table, read, scipy_stats, shared)
@@ -267,6 +268,22 @@ def train_arm(folder, flags, more=()):
     call(*script("train_cls.py", flags["attn"]), *more, *words, *into(folder))
 
 
+def flags_in_use(how, measures):
+    """Return the flags in `how` that the measures use; eval_robust.py rejects the others."""
+    unused = set()
+    if not {"corruptions", *NAMES} & set(measures):
+        unused.add("--severities")
+    if {"clean", "corruptions", *NAMES} >= set(measures):
+        unused.add("--eps")
+    kept = []
+    for word in how:
+        if str(word).startswith("--"):
+            used = word not in unused
+        if used:
+            kept.append(word)
+    return kept
+
+
 def train_and_measure(study, args, rest):
     """Train and measure the missing networks of --arms and --seeds.
 
@@ -281,7 +298,7 @@ def train_and_measure(study, args, rest):
                         if flags["attn"] == "rpc" or not name.startswith("adaptive")]
             call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
                  args.out_dir / "eval" / folder.name, "--limit", study.limit,
-                 *study.how, "--measures", *measures)
+                 *flags_in_use(study.how, measures), "--measures", *measures)
     return sorted(args.out_dir.glob("eval/*/results.jsonl"))
 
 
