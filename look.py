@@ -250,7 +250,8 @@ def look_at_segmenter(model, classes, image):
 def classify_folder(model, classes, folder, crop, seen):
     """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
 
-    seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or "no".
+    seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or
+    "no".
     """
     rows = []
     for path in walk_images(folder):

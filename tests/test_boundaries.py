@@ -35,15 +35,6 @@ def test_folders_import_only_what_they_may():
         assert not imports(path) & (MODELS | SCRIPTS | {"robust", "studies"}), path
     for path in ROOT.glob("*.py"):
         assert "studies" not in imports(path), path
-<<<<<<< HEAD
         if path.stem not in SCRIPTS:
             assert not imports(path) & SCRIPTS, path
     assert imports(ROOT / "attention.py") == {"math", "contextlib", "typing", "torch"}
-=======
-    scripts = {path.stem for path in ROOT.glob("*.py") if "\ndef main(" in path.read_text()}
-    assert "eval_robust" in scripts and not imports(ROOT / "results.py") & scripts
-    for path in ROOT.glob("**/*.py"):
-        used_by_all = path.parent.name != "tests" and path.name != "checks.py"
-        assert not used_by_all or "eval_robust" not in imports(path), path
-    assert imports(ROOT / "attention.py") == {"math", "contextlib", "torch"}
->>>>>>> 7c49486 (A test that no module imports the evaluator)
