@@ -22,7 +22,7 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 import numpy as np
 import torch
 
-from attention import PAP_SETTINGS
+from attention import default_settings
 from common import InputError
 from robust import metrics
 from robust.corruptions import NAMES
@@ -127,8 +127,9 @@ def kind_of(config):
     if len(config.rpc_layers) == config.depth:
         layers = "all-layer"
     text = f"{kind} {config.pap['n_iter']}iter/{layers}"
+    usual = default_settings(config.attn)
     for name in ("lambd", "form"):
-        if config.pap[name] != PAP_SETTINGS[name]:
+        if config.pap[name] != usual[name]:
             text += f", {name} {config.pap[name]}"
     return text
 
