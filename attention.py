@@ -1,5 +1,5 @@
-"""All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled;
-and RPCA, which keeps the line of robust PCA that RPC replaces.
+"""All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled.
+And RPCA: robust PCA in the layer. Its line 4 shrinks singular values; RPC computes attention there.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
 Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. This file imports PyTorch and
@@ -16,7 +16,8 @@ B batch, H heads, N tokens (class token included), D head width, C = H * D model
     mu      (Def. 1)    mu               (B, H, 1 or N, 1)  penalty weight, see below
     lambda  (Alg. 1)    lambd            float              weight of the sparse part
     S_{.}   (Alg. 1)    soft_threshold                      sign(x) max(|x| - tau, 0)
-    S       (Eq. 12)    s                (H, N, N)          scaling, v - S v; not the S above
+    S       (Eq. 12)    s                (H, N, N)          the matrix in (I - S) v of scaled
+                                                            attention, another S than in Eq. 14
 
 The paper's text and its released code differ. Here you choose:
 
@@ -26,7 +27,7 @@ The paper's text and its released code differ. Here you choose:
     sign in Alg. 1 line 4  - Y/mu; ADMM needs +    - Y/mu              dual_sign=-1 | +1
     values in line 4       not stated              V                   v; pass k as v to use keys
     dropout                not mentioned           last step only      last step only
-    queries                keys; App. E.9: own     keys                keys (q=None), or your own q
+    queries                the keys (E.9: own q)   the keys            keys (q=None), or your own q
     causal mu              not mentioned           no causal code      mean|k| of tokens <= t
 
 The defaults follow the released code. `FORMS` names three combinations of the choices in the first
@@ -80,7 +81,7 @@ def softmax_attention(q, k, v, *, causal=False, dropout_p=0.0, keep=None):
             raise ValueError(f"keep is {keep.dtype} {tuple(keep.shape)}, "
                              f"expected bool (B, N), False for padding tokens")
         mask = keep[:, None, None]                             # (B, 1, 1, N)
-        if causal:                                             # SDPA takes a mask or is_causal
+        if causal:                                 # PyTorch accepts a mask or is_causal, not both
             mask = mask.expand(-1, -1, q.shape[-2], -1).tril()     # (B, 1, N, N)
             causal = False
     return F.scaled_dot_product_attention(
@@ -100,7 +101,8 @@ def naive_rpc(k, v):
     This function is for reading only. `rpc_attention` without options returns the same numbers.
     """
     B, H, N, D = k.shape
-    mu = N * H * D / (4 * k.abs().sum((-1, -2), keepdim=True))          # H / (4 mean|k|), Def. 1
+    C = H * D
+    mu = N * C / (4 * k.abs().sum((-1, -2), keepdim=True))              # Def. 1, with W = C
     L = S = Y = torch.zeros_like(k)                                     # line 1
     for _ in range(4):                                                  # line 2
         x = k - L + Y / mu
@@ -112,7 +114,8 @@ def naive_rpc(k, v):
 
 def soft_threshold(x, tau):
     """Move each entry of x towards 0 by tau >= 0; entries with |x| <= tau become 0."""
-    # sign has the gradient 0; detach saves its computation, a quarter of the time of this line
+    # The gradient of sign is 0. Without detach, PyTorch would compute it, which takes a quarter of
+    # the time of this line.
     return x.sign().detach() * F.relu(x.abs() - tau)           # S_tau = sign(x) max(|x| - tau, 0)
 
 
@@ -120,7 +123,7 @@ def check_steps(n_iter, lambd):
     """Raise ValueError unless n_iter >= 1 and lambd >= 0. lambd: a float or a tensor."""
     if n_iter < 1:
         raise ValueError(f"n_iter={n_iter}, expected at least 1")
-    if not torch.is_tensor(lambd) and not lambd >= 0:
+    if not torch.is_tensor(lambd) and not lambd >= 0:                   # "not >=" rejects NaN, too
         raise ValueError(f"lambd={lambd}, expected at least 0")
 
 
@@ -135,17 +138,19 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_dim", mu_dim, ("model", "head"))
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
-    mean = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D     # per token: (B, H, N, 1)
-    # 1 for every token, (B, 1, N, 1). ones_like would be a constant of fixed size in an ONNX export.
-    kept = (mean[:, :1].detach() >= 0).to(mean)
+    per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
+    # Always 1, (B, 1, N, 1). ones_like would become a constant of fixed size in an ONNX export.
+    kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
-        kept = kept * keep[:, None, :, None]
-        mean = mean * kept
+        kept = kept * keep[:, None, :, None]                            # 0 for padding tokens
+        per_token = per_token * kept
     count = kept.cumsum(-2).clamp_min(1)                                # kept tokens in 0..t
     if mu_over == "all":
-        mean = mean.sum(-2, keepdim=True) / count[:, :, -1:]            # (B, H, 1, 1)
+        mean = per_token.sum(-2, keepdim=True) / count[:, :, -1:]       # (B, H, 1, 1)
     elif mu_over == "seen":
-        mean = mean.cumsum(-2) / count
+        mean = per_token.cumsum(-2) / count
+    else:
+        mean = per_token
     W_over_D = H if mu_dim == "model" else 1                            # C / D = H, or D / D
     return W_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
 
@@ -155,7 +160,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
                   causal=False, dropout_p=0.0, shrink=soft_threshold, trace=None, keep=None):
     """Run n_iter steps of Principal Attention Pursuit (PAP) on the keys; return the last L.
 
-    k, v, result: (B, H, N, D). v has k's width, because L, a mix of values, is subtracted from k.
+    k, v, result: (B, H, N, D). v must be as wide as k, because L, a weighted mean of values, is
+    subtracted from k.
     n_iter: number of steps, at least 1. More steps are not more accurate: PAP does not converge.
     lambd: lambda, at least 0, or a tensor (H, 1, 1), which can be learned. math.inf keeps S at 0.
     q: fixed queries (B, H, N, D) for asymmetric RPC. By default the keys are the queries.
@@ -169,7 +175,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     the attention in line 4 of Algorithm 1.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
-    K is k in float32 or float64; S, L and Z have its dtype.
+    The steps run in float32, or in float64 if k is float64.
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
@@ -179,7 +185,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
             raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape of k, "
                              f"{tuple(k.shape)}: PAP subtracts attention outputs from keys")
 
-    # The threshold tau follows from the mean size of a key entry.
+    # The threshold tau follows from the mean absolute value of the keys' entries.
     K = k if k.dtype == torch.float64 else k.float()
     if mu_over is None:
         mu_over = "seen" if causal else "all"
@@ -200,7 +206,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
         Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                               # again with dropout, which trace does not see
+    if dropout_p:                   # line 4 of the last step again, with dropout; not traced
         L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
@@ -208,10 +214,10 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
 # --- RPCA: robust PCA in the layer ----------------------------------------------------------------
 
 class SpectralShrinkage(torch.autograd.Function):
-    """Compute F = U diag(1 - tau / max(s, tau)) U^T from G = U diag(s^2) U^T.
+    """Compute M = U diag(1 - tau / max(s, tau)) U^T from G = U diag(s^2) U^T.
 
-    If G = X^T X, then X F is X with each singular value s replaced by max(s - tau, 0). No singular
-    value decomposition of the (N, D) matrix X is needed. G, F: (..., D, D). tau > 0: (..., 1, 1).
+    If G = X^T X, then X M is X with each singular value s replaced by max(s - tau, 0). No singular
+    value decomposition of the (N, D) matrix X is needed. G, M: (..., D, D). tau > 0: (..., 1, 1).
     """
 
     @staticmethod
@@ -221,25 +227,31 @@ class SpectralShrinkage(torch.autograd.Function):
         tau = tau[..., 0]                                               # (..., 1)
         top = torch.maximum(s, tau)
         ctx.save_for_backward(U, s, top, tau)
-        return (U * (1 - tau / top)[..., None, :]) @ U.mT
+        factors = 1 - tau / top                                         # 0 where s <= tau
+        return (U * factors[..., None, :]) @ U.mT
 
     @staticmethod
-    def backward(ctx, dF):
-        # F changes by U (P * (U^T dG U)) U^T, where P_ij is the divided difference of
-        # f(e) = 1 - tau / max(sqrt(e), tau) between the eigenvalues e_i and e_j, (f_i - f_j) /
-        # (e_i - e_j). For e_i = e_j it is the derivative of f. Written with s = sqrt(e), P needs no
-        # difference of nearly equal numbers except top_i - top_j, which is s_i - s_j or smaller.
+    def backward(ctx, dM):
+        """Return the gradients of G and tau.
+
+        M changes by U (P * (U^T dG U)) U^T. P_ij is the divided difference of f(e) = 1 - tau /
+        max(sqrt(e), tau) between the eigenvalues e_i and e_j: (f_i - f_j) / (e_i - e_j), or the
+        derivative of f if e_i = e_j. With s = sqrt(e) and top = max(s, tau), this is
+        P_ij = tau slope_ij / (top_i top_j (s_i + s_j)), slope_ij = (top_i - top_j) / (s_i - s_j).
+        """
         U, s, top, tau = ctx.saved_tensors
         above = (s > tau).to(s)
-        gap = s[..., :, None] - s[..., None, :]
-        rise = top[..., :, None] - top[..., None, :]
-        equal = gap == 0
-        slope = torch.where(equal, above[..., None], rise / gap.masked_fill(equal, 1))
-        total = (s[..., :, None] + s[..., None, :]).clamp_min(1e-30)
-        P = tau[..., None] * slope / (top[..., :, None] * top[..., None, :] * total)
-        turned = U.mT @ dF @ U
+        s_i, s_j = s[..., :, None], s[..., None, :]
+        top_i, top_j = top[..., :, None], top[..., None, :]
+        equal = s_i == s_j
+        slope = (top_i - top_j) / (s_i - s_j).masked_fill(equal, 1)
+        slope = torch.where(equal, above[..., None], slope)             # d top / d s
+        total = (s_i + s_j).clamp_min(1e-30)                            # two zeros: P is 0
+        P = tau[..., None] * slope / (top_i * top_j * total)
+        turned = U.mT @ dM @ U
         dG = U @ (P * turned) @ U.mT
-        dtau = -(turned.diagonal(dim1=-2, dim2=-1) * above / top).sum(-1)
+        df_dtau = -above / top                                          # f = 1 - tau / s, or 0
+        dtau = (turned.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
         return dG, dtau[..., None, None]
 
 
@@ -252,11 +264,11 @@ def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
     """Split the keys of each head by n_iter steps of robust PCA; return the sparse part S.
 
     k, S: (B, H, N, D). The mean key of the image is subtracted first: k = mean + L + S.
-    n_iter: number of steps, at least 1. lambd: factor of lambda = 1 / sqrt(max(N, D)), at least 0.
-    trace: a list that receives dict(S, L) for each step.
+    n_iter: number of steps, at least 1. lambd: at least 0; lambda = lambd / sqrt(max(N, D)).
+    trace: a list that receives dict(S, L) for each step. L: as wide as k, without the mean.
 
-    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. It differs
-    from PAP in line 4 of Algorithm 1, in the sign of Z there, and in the order of the two lines.
+    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. Three
+    points differ in PAP: its line 4 computes attention; Z has the sign - there; line 3 comes first.
     """
     check_steps(n_iter, lambd)
     with torch.autocast(k.device.type, enabled=False):                  # bf16 is too coarse here
@@ -264,11 +276,13 @@ def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
         K = K - K.mean(-2, keepdim=True)
         mu = penalty(K, mu_dim="head")
         tau = lambd / math.sqrt(max(K.shape[-2:])) / mu
+        if lambd == math.inf:
+            tau = tau.detach()              # its gradient would be inf * 0, which is NaN
         S = Z = 0.0                                                     # Z = Y / mu
         for _ in range(n_iter):
-            L = shrink_singular_values(K - S + Z, 1 / mu)               # PAP: attention to V
-            S = soft_threshold(K - L + Z, tau)                          # Alg. 1, line 3
-            Z = Z + K - L - S                                           # Alg. 1, line 5
+            L = shrink_singular_values(K - S + Z, 1 / mu)   # line 4; PAP computes attention here
+            S = soft_threshold(K - L + Z, tau)              # line 3, as in PAP
+            Z = Z + K - L - S                               # line 5, as in PAP
             if trace is not None:
                 trace.append(dict(S=S, L=L))
     return S
@@ -280,9 +294,9 @@ def rpca_attention(k, v, n_iter=4, lambd=1.0, *, constant_s=False, dropout_p=0.0
 
     k, v, result: (B, H, N, D). n_iter, lambd: see `robust_pca`.
     constant_s: True stops the gradient at S, so K - S passes the full gradient to K.
-    trace: a list that receives dict(S, K2, Q2, L) for each step. K2 = Q2 = k - S, the keys and
-    queries if this step were the last. L: the low-rank part of k, mean key included.
-    causal and keep are errors: S of each token depends on the keys of all tokens.
+    trace: a list that receives dict(S, K2, Q2, L) for each step. K2 = Q2 = k - S: the keys and
+    queries that attention would have after this step. L: the low-rank part of k with the mean key.
+    causal=True or a mask keep raises ValueError: S of each token depends on the keys of all tokens.
     """
     if causal or keep is not None:
         raise ValueError("rpca_attention has no causal mask and no padding mask: robust PCA "
@@ -369,23 +383,23 @@ def attend_rpc_asym(q, k, v, layer):
 def attend_rpca(q, k, v, layer):
     """Train with a constant S, which is faster; in eval mode attacks follow the true gradient."""
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
-    for name in ("n_iter", "lambd", "constant_s", "trace"):             # no form, no mu_over
+    for name in ("n_iter", "lambd", "constant_s", "trace"):     # not the settings of PAP's form
         if name in layer.pap:
             settings[name] = layer.pap[name]
     return rpca_attention(k, v, **settings)
 
 
 ATTENTIONS = {
-    "softmax": Attention(True, attend_softmax),
-    "symmetric": Attention(False, attend_symmetric),
-    "rpc": Attention(False, attend_rpc),
-    "rpc_asym": Attention(True, attend_rpc_asym),
-    "rpca": Attention(False, attend_rpca, RPCA_SETTINGS),
-    "scaled_s": Attention(True, ScaledAttention),
-    "scaled_alpha": Attention(True, ScaledAlphaAttention),
+    "softmax": Attention(own_queries=True, function=attend_softmax),
+    "symmetric": Attention(own_queries=False, function=attend_symmetric),
+    "rpc": Attention(own_queries=False, function=attend_rpc),
+    "rpc_asym": Attention(own_queries=True, function=attend_rpc_asym),
+    "rpca": Attention(own_queries=False, function=attend_rpca, settings=RPCA_SETTINGS),
+    "scaled_s": Attention(own_queries=True, function=ScaledAttention),
+    "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). For --attn,
-# rpc, rpc_asym and rpca mean these patterns.
+# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). So --attn rpc is a
+# pattern, while ATTENTIONS["rpc"] is the attention of one layer.
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
@@ -418,7 +432,7 @@ class SelfAttention(nn.Module):
     causal: token t attends to tokens 0 to t only.
     attn_drop, proj_drop: dropout rates on A and on the output.
 
-    The weight of qkv has the rows of q, k and v, (3C, C), or of k and v, (2C, C), if the keys are
+    qkv.weight: (3C, C), the rows of q, k and v; or (2C, C), the rows of k and v, if the keys are
     the queries.
     """
 
@@ -429,9 +443,9 @@ class SelfAttention(nn.Module):
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
         entry = ATTENTIONS[attn]
-        settings = entry.settings | (pap or {})
-        form = FORMS[settings.pop("form")]
-        self.pap = form | settings                                      # keywords of rpc_attention
+        settings = entry.settings | (pap or {})                         # a new dict
+        form = settings.pop("form")
+        self.pap = FORMS[form] | settings                               # keywords of rpc_attention
 
         self.learned = None
         if isinstance(entry.function, type):                            # an nn.Module class
@@ -465,7 +479,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.project(x)                                       # (B, H, N, D)
         attend = ATTENTIONS[self.attn].function if self.learned is None else self.learned
         h = attend(q, k, v, self)                                       # (B, H, N, D)
-        if h.shape != v.shape:                  # (B, H, 1, D) would broadcast in the caller
+        if h.shape != v.shape:          # (B, H, 1, D) would broadcast silently where x is added
             raise ValueError(f"attn={self.attn!r} returned {tuple(h.shape)}, "
                              f"expected (B, H, N, D) = {tuple(v.shape)}")
         h = h.transpose(1, 2).flatten(2)                                # (B, N, C)
