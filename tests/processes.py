@@ -56,9 +56,13 @@ ROOT = Path(__file__).parent.parent
 
 def run_in(tree, words):
     """Import the modules of `tree` instead of the tested ones, and run a command of its scripts."""
-    for name, module in list(sys.modules.items()):
+    ours = set()                        # the first parts of names: folders have no file of their own
+    for name, module in sys.modules.items():
         file = getattr(module, "__file__", None) or ""
         if file.startswith(f"{ROOT}/") and not file.startswith(f"{ROOT}/tests/"):
+            ours.add(name.partition(".")[0])
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ours:
             del sys.modules[name]
     sys.path[:] = [str(tree), *(path for path in sys.path if path != str(ROOT))]
     os.chdir(tree)
