@@ -56,7 +56,7 @@ ROOT = Path(__file__).parent.parent
 
 def run_in(tree, words):
     """Import the modules of `tree` instead of the tested ones, and run a command of its scripts."""
-    ours = set()                        # the first parts of names: folders have no file of their own
+    ours = set()                        # first parts of names, because folders have no file
     for name, module in sys.modules.items():
         file = getattr(module, "__file__", None) or ""
         if file.startswith(f"{ROOT}/") and not file.startswith(f"{ROOT}/tests/"):
