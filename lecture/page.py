@@ -26,24 +26,28 @@ from pygments.lexers import get_lexer_by_name
 
 import common
 from data.shapes import SHAPES, load_shapes
-from studies import arms
-from studies.stats import paired_t
 from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parents[1]
-WEB = ROOT / "lecture/web"
 NETWORKS = ("softmax", "symmetric", "rpc")
 SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/255
-SCRIPTS = ("network", "damage", "attack", "inside", "draw", "live")     # of lecture/web
+SCRIPTS = ("network", "robust_pca", "damage", "attack", "inside", "draw", "start", "live")
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
           "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
 FIRST_CELLS = ["""\
-# In the repository's folder: pip install -r requirements.txt matplotlib
-# Elsewhere, in Colab, first clone the repository and go to its folder:
-# !git clone <its address> rpc && pip install -q -r rpc/requirements.txt matplotlib
-# %cd rpc""", """\
+# Once, in the repository's folder: pip install -r studies/requirements.txt
+# In Colab, first clone the repository and go to its folder:
+# !git clone <its address> rpc && pip install -q -r rpc/studies/requirements.txt
+# %cd rpc
+import os
+from pathlib import Path
+
+for folder in (Path.cwd(), *Path.cwd().parents):        # go to the repository's folder
+    if (folder / "attention.py").exists():
+        os.chdir(folder)
+        break""", """\
 import torch
 from attention import layer_inputs, rpc_attention, symmetric_attention
 from lecture import pictures
@@ -57,17 +61,21 @@ _, k, v = attn.project(x)
 (naive_rpc(k, v) - rpc_attention(k, v)).abs().max()"""]
 
 
+def read(path):
+    """Return the text of a file of this repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
 def sections():
     """Split lecture/WALKTHROUGH.md before each heading; return a list of texts."""
-    return re.split(r"^(?=## )", (ROOT / "lecture/WALKTHROUGH.md").read_text(), flags=re.M)
+    return re.split(r"^(?=## )", read("lecture/WALKTHROUGH.md"), flags=re.M)
 
 
 # --- the notebook ---------------------------------------------------------------------------------
 
 def notebook_cells():
     """Yield ("markdown" or "code", text) per cell; the call that draws a picture stands for it."""
-    naive = re.search(r"^def naive_rpc.*?\n    return L[^\n]*", (ROOT / "attention.py").read_text(),
-                      re.M | re.S)[0]
+    naive = re.search(r"^def naive_rpc.*?\n    return L[^\n]*", read("attention.py"), re.M | re.S)[0]
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         yield "markdown", before
@@ -81,7 +89,6 @@ def notebook_cells():
 def write_notebook(path):
     """Write the notebook. Run its code only if the committed notebook lacks outputs for it."""
     import nbformat
-    from nbclient import NotebookClient
 
     make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
     cells = [make[kind](text.strip(), id=f"cell-{i}")
@@ -96,6 +103,7 @@ def write_notebook(path):
             old = known[cell.source]
             cell.update(outputs=old.outputs, execution_count=old.execution_count)
     else:
+        from nbclient import NotebookClient
         NotebookClient(book, timeout=600, record_timing=False,
                        resources=dict(metadata=dict(path=str(ROOT)))).execute()
     nbformat.write(book, path)
@@ -124,16 +132,12 @@ def truth():
     """Return {network: {budget in 1/255: (mean, low, high)}}: accuracy in % under PGD.
 
     The numbers come from five networks of each kind and 1,000 scenes, from the study of equal cost;
-    low and high are the ends of the 95 % interval over networks.
+    low and high are the ends of the 95 % interval over networks. `python -m lecture.pictures
+    equal_cost` computes and stores them, so that the page needs no scipy.
     """
-    rows, stored = arms.stored(arms.STUDIES["criterion"]), {}
-    for name, arm in zip(NETWORKS, ("softmax", "symmetric", "rpc4-l1"), strict=True):
-        found = {eps: paired_t([float(row.top1) for row in rows if (row.arm, row.measure) ==
-                                (arm, f"pgd {eps}/255") and row.seed in range(40, 45)])
-                 for eps in BUDGETS}
-        stored[name] = {eps: [round(x, 2) for x in (d.mean, d.low, d.high)]
-                        for eps, d in found.items()}
-    return stored
+    stored = json.loads(read("lecture/pictures/numbers.json"))["equal_cost"]
+    return {name: {eps: [stored[f"{name} pgd {eps}/255 {end}"] for end in ("mean", "low", "high")]
+                   for eps in BUDGETS} for name in NETWORKS}
 
 
 def page_data():
@@ -149,8 +153,11 @@ def with_formulas(text):
     """Replace the formulas of a Markdown text by MathML."""
     def mathml(match):
         block, inline = match.groups()
-        formula = convert(block or inline, display="block" if block else "inline")
-        return f'\n\n<div class="wide">{formula}</div>\n\n' if block else formula
+        if not block:
+            return convert(inline, display="inline")
+        pieces = re.split(r"\\qquad|\\quad", block)     # on a narrow screen, one below another
+        formulas = " ".join(convert(piece.strip(), display="block") for piece in pieces)
+        return f'\n\n<div class="wide formula">{formulas}</div>\n\n'
     parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.S)            # code has no formulas
     formula = r"\$\$(.+?)\$\$|\$([^$\n]+)\$"
     return "".join(part if part.startswith("`") else re.sub(formula, mathml, part, flags=re.S)
@@ -164,7 +171,7 @@ def figure(name, alt):
         data = base64.b64encode(drawn.with_suffix(".png").read_bytes()).decode()
         return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
     svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
-                 drawn.read_text(), flags=re.S)
+                 drawn.read_text(encoding="utf-8"), flags=re.S)
     svg = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\1{name}-", svg)   # ids must be unique
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
@@ -195,23 +202,26 @@ def anchor_of(text):
 # --- the page and the slides ----------------------------------------------------------------------
 
 def page():
-    """Return the page as HTML: the live networks, then all sections."""
+    """Return the page as HTML: the title, the live networks, then all sections."""
     parts = [f'<section id="{anchor_of(text)}">\n{to_html(text)}</section>\n'
              for text in sections()]
+    parts[0] = re.sub(r"<h1>.*?</h1>\n", "", parts[0], count=1)         # the title comes first
+    title = f"<h1>{title_of(sections()[0])}</h1>\n"
     links = [(anchor_of(text), title_of(text)) for text in sections()]
     links[:0] = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
     nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
-    return document(f"<main>\n{live()}{nav}{''.join(parts)}</main>", SCRIPTS)
+    beginning = "#" + anchor_of(sections()[0])
+    return document(f"<main>\n{title}{live(beginning)}{nav}{''.join(parts)}</main>", SCRIPTS)
 
 
 def slides():
     """Return the slides as HTML; a printed slide also shows the section that has its picture."""
     shown = []
-    for text in (ROOT / "lecture/slides.md").read_text().split("\n## ")[1:]:
+    for text in read("lecture/slides.md").split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
         if title.startswith("Live"):
-            shown.append(live())
+            shown.append(live("index.html"))
             continue
         if rest:
             alt, name, said = rest
@@ -223,20 +233,27 @@ def slides():
             body, _, said = body.strip().rpartition("\n\n") if "$$" in body or "|" in body else (
                 body, "", "")
             stage, notes = f'<div class="board">{to_html(body)}</div>', ""
-        shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<h2>{title_of(title)}'
-                     f'</h2>\n{stage}\n{to_html(said)}{notes}</section>\n')
+        tag = "h2" if shown else "h1"               # the title slide
+        shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<{tag}>'
+                     f'{title_of(title)}</{tag}>\n{stage}\n{to_html(said)}{notes}</section>\n')
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
 
 
-def live():
-    """Return the live networks as HTML, with a picture for print and browsers without scripts."""
+def live(lecture, heading="h2"):
+    """Return the live networks as HTML, with a picture for print and browsers without scripts.
+
+    lecture: the address of the lecture's text. heading: the tag of the first heading.
+    """
     picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
-    return (WEB / "live.html").read_text().replace("<!-- stand-in -->", picture)
+    made = read("lecture/web/live.html").replace("<!-- stand-in -->", picture)
+    if heading != "h2":
+        made = re.sub(r"<h2>(.*?)</h2>", rf"<{heading}>\1</{heading}>", made, count=1)
+    return made.replace("LECTURE", lecture)
 
 
 def live_page():
     """Return the live networks alone, as HTML to embed."""
-    return document(f"<main>\n{live()}</main>", SCRIPTS)
+    return document(f"<main>\n{live('index.html', 'h1')}</main>", SCRIPTS)
 
 
 def share_letters(body):
@@ -251,7 +268,7 @@ def document(body, scripts):
     """Return a whole HTML file around body, with its styles, data and scripts."""
     light, dark = (HtmlFormatter(style=style).get_style_defs("pre")
                    for style in ("default", "github-dark"))
-    code = "".join((WEB / f"{name}.js").read_text() for name in scripts)
+    code = "".join(read(f"lecture/web/{name}.js") for name in scripts)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -261,7 +278,7 @@ def document(body, scripts):
 <link rel="icon" href="data:,">
 <title>{title_of(sections()[0])}</title>
 <style>
-{(WEB / "page.css").read_text()}
+{read("lecture/web/page.css")}
 {light}
 @media (prefers-color-scheme: dark) {{
 {dark}
@@ -299,7 +316,7 @@ def main():
         name, make = (("slides", slides) if args.slides else ("live", live_page) if args.live else
                       ("index", page))
         out /= f"{name}.html"
-        out.write_text(make())
+        out.write_text(make(), encoding="utf-8")
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 

@@ -32,6 +32,7 @@ from segmenter import evaluate, predict_classes, segmenter_from_checkpoint
 from studies import arms, kernel_pca, leak, line, probe
 from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
+from studies.stats import paired_t
 from studies.where_is_s import auroc, first_layer
 from vit import classifier_from_checkpoint
 
@@ -133,16 +134,17 @@ def save(figure, name, **numbers):
     out = Path(ARGS.out_dir)
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / f"{name}.svg", transparent=True, metadata=dict(Date=None))
-    drawn = (out / f"{name}.svg").read_text().replace("#000000", "currentColor")    # the page's
-    (out / f"{name}.svg").write_text(drawn.replace("<svg ", '<svg fill="currentColor" ', 1))
+    drawn = (out / f"{name}.svg").read_text(encoding="utf-8")
+    drawn = drawn.replace("#000000", "currentColor").replace("<svg ", '<svg fill="currentColor" ', 1)
+    (out / f"{name}.svg").write_text(drawn, encoding="utf-8")       # black becomes the page's colour
     figure.savefig(out / f"{name}.png")
     plt.close(figure)
     drawn = Image.open(out / f"{name}.png").convert("RGB").quantize(256)
     drawn.save(out / f"{name}.png", optimize=True)
     stored = out / "numbers.json"
-    known = json.loads(stored.read_text()) if stored.exists() else {}
+    known = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     known[name] = {key: float(f"{float(x):.4g}") for key, x in numbers.items()}
-    stored.write_text(json.dumps(known, indent=1) + "\n")
+    stored.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     print(out / name, *(f"{key}={x:g}" for key, x in known[name].items()), flush=True)
     if NOTEBOOK:
         from IPython.display import display
@@ -288,7 +290,8 @@ def draw_ruler():
         whole.text(x, y, said, ha=side)
     whole.set(xlim=(0, 1.02), xlabel="cosine of a and G\u0303a")
     for ax, ends in ((whole, (at["random matrix"], at["best linear"])), (part, (0, 100))):
-        ax.axvspan(*ends, color="0.87", linewidth=0, zorder=0)      # the lower ruler enlarges this
+        # the lower ruler enlarges this part; half transparent, so that it suits a dark page
+        ax.axvspan(*ends, color="0.5", alpha=0.25, linewidth=0, zorder=0)
     part.errorbar(way.mean(), 0, xerr=half, fmt="o", color=COLOUR["softmax"], markersize=9,
                   capsize=6)
     part.text(way.mean() + 3, 0.3, f"trained {way.mean():.1f} ({way.mean() - half:.1f} to "
@@ -462,6 +465,14 @@ def draw_equal_cost():
             own = [100 * x.mean() if x.max() <= 1 else x.mean() for (name, seed), x
                    in found[measure].items() if name == arm and seed < 45]
             numbers[f"{arm} {measure}"] = np.mean(own)
+    kinds = {"softmax": "softmax", "symmetric": "symmetric", "rpc": "rpc4-l1"}
+    for name, arm in kinds.items():                         # the bars of the live page
+        for eps in (1, 2, 4, 6, 8, 12):
+            own = [float(row.top1) for row in rows if (row.arm, row.measure) ==
+                   (arm, f"pgd {eps}/255") and row.seed in range(40, 45)]
+            d = paired_t(own)
+            ends = dict(mean=d.mean, low=d.low, high=d.high)
+            numbers.update({f"{name} pgd {eps}/255 {end}": x for end, x in ends.items()})
     for arm in ("symmetric", "rpc4-l1"):    # PGD and AutoAttack on the same 500 images, two seeds
         runs = {row.seed: row.right for row in rows if (row.arm, row.measure) == (arm, "pgd 4/255")}
         strong = [row for row in rows if row.arm == arm and row.kind == "autoattack"]
@@ -498,8 +509,8 @@ def draw_line():
         order, ends = np.polyfit(x, y, 2), np.linspace(x.min(), x.max(), 30)
         spread = 2 * (y - np.polyval(order, x)).std()
         ax.fill_between(np.exp(ends), np.polyval(order, ends) - spread,
-                        np.minimum(np.polyval(order, ends) + spread, 100), color="0.87",
-                        linewidth=0, zorder=0)
+                        np.minimum(np.polyval(order, ends) + spread, 100), color="0.5",
+                        alpha=0.25, linewidth=0, zorder=0)
         for name, style in looks.items():
             x, y = line.points(of[name], measure)
             ax.plot(np.exp(x), y, markersize=6, **style)
@@ -776,7 +787,7 @@ def draw_dense():
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     source = Scenes("test", 100, 32)
     how, shown = dict(size=32, window=32, stride=32), [31, 43]      # six classes in both together
-    names = {"background": "#dddddd", "circle": "#000000", "heart": "#e69f00", "ring": "#56b4e9",
+    names = {"background": "#dddddd", "circle": "#cc79a7", "heart": "#e69f00", "ring": "#56b4e9",
              "square": "#0072b2", "star": "#f0e442"}
     painted = torch.tensor([to_rgb(names.get(name, "white")) for name in ("background", *SHAPES)])
 

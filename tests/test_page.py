@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,13 @@ import torch
 from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
+import kpca
 from attention import layer_inputs
 from data.shapes import load_shapes
+from processes import finish, run_in, start
+from robust.patches import corrupt_patches
+from studies import arms
+from studies.stats import paired_t
 from vit import classifier_from_checkpoint
 
 for package in ("markdown_it", "latex2mathml", "pygments"):
@@ -23,7 +30,7 @@ for package in ("markdown_it", "latex2mathml", "pygments"):
 import lecture.page as page_maker  # noqa: E402: this import needs the packages
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text()
+TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text(encoding="utf-8")
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 NODE = shutil.which("node")
@@ -35,7 +42,7 @@ def test_committed_notebook_has_all_cells_executed():
     woven = list(page_maker.notebook_cells())
     prose = "".join(text for kind, text in woven if kind == "markdown")
     assert prose == re.sub(page_maker.PICTURE, "", TEXT)
-    cells = json.loads((ROOT / "lecture/walkthrough.ipynb").read_text())["cells"]
+    cells = json.loads(page_maker.read("lecture/walkthrough.ipynb"))["cells"]
     assert ["".join(cell["source"]) for cell in cells] == [text.strip() for _, text in woven]
     for cell in [cell for cell in cells if "pictures.draw_" in "".join(cell["source"])]:
         assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
@@ -48,7 +55,7 @@ def stored():
 
 def in_node(code, *names):
     """Return the result of JavaScript code that runs after the named files of lecture/web."""
-    files = "".join((ROOT / f"lecture/web/{name}.js").read_text() for name in names)
+    files = "".join(page_maker.read(f"lecture/web/{name}.js") for name in names)
     element = "({textContent: JSON.stringify(stored[id])})"
     script = (f"const stored = {stored()};\nconst document = {{getElementById: id => {element}}};\n"
               f"{files}\n(async () => {{ {code} }})()"
@@ -58,14 +65,21 @@ def in_node(code, *names):
     return json.loads(done.stdout)
 
 
-def in_chromium(html, code, folder):
-    """Return the result of JavaScript code in the page; the console must stay empty."""
-    show = ("found => document.body.insertAdjacentHTML('beforeend', "
+def in_chromium(html, code, folder, width=None):
+    """Return the result of JavaScript code in the page; the console must stay empty.
+
+    width: of a frame around the page, in pixels; None: the page fills the window.
+    """
+    show = ("found => parent.document.body.insertAdjacentHTML('beforeend', "
             "`<pre id=\"shown\">${JSON.stringify(found)}</pre>`)")
     helpers = ("const wait = ms => new Promise(done => setTimeout(done, ms));"
                "const $ = id => document.getElementById(id);")
     script = f"<script>(async () => {{ {helpers} {code} }})().then({show});</script></body>"
-    (folder / "page.html").write_text(html.replace("</body>", script))
+    html = html.replace("</body>", script)
+    if width:                               # no window is as narrow as a phone
+        html = (f'<!doctype html><body><iframe width="{width}" height="800" style="border: 0" '
+                f'srcdoc="{html_text.escape(html)}"></iframe></body>')
+    (folder / "page.html").write_text(html, encoding="utf-8")
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--test-type",
                "--virtual-time-budget=600000", "--dump-dom", "--enable-logging=stderr",
                "--window-size=1280,807", f"--user-data-dir={folder / 'profile'}",
@@ -125,6 +139,24 @@ def test_live_network_equals_attention_py():
             difference = (expected.flatten() - torch.tensor(x)).abs().max() / largest
             worst = max(worst, difference.item())
     assert worst < 1e-4
+
+
+@needs_node
+def test_live_robust_pca_equals_kpca():
+    """S of one step agrees within 1e-5 of the largest number, on ten pictures, four damaged."""
+    images = load_shapes("test", 10).images / 255
+    images[:4], _ = corrupt_patches(images[:4], "noise", patch=4)
+    found = in_node(f"""
+        return {json.dumps(images.flatten(1).tolist())}.map(image => {{
+          const inside = [], pass = network.start("rpc", image, {{}}, inside, null);
+          while (!pass.next().done);
+          return Array.from(robustPca(inside[0].k));
+        }});""", "network", "robust_pca")
+    _, (_, k, _), _ = traced("rpc", images)
+    centred = k - k.mean(2, keepdim=True)
+    for keys, S in zip(centred, found, strict=True):
+        expected = torch.stack([kpca.pcp(head, max_iter=1)[1] for head in keys]).flatten()
+        assert (torch.tensor(S) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @needs_node
@@ -206,7 +238,7 @@ def test_s_on_paint_equals_attention_py():
         const pixels = {json.dumps((load_shapes("test", 1).images / 255).flatten().tolist())};
         const seen = await glance(now, Float32Array.from(pixels));
         return {{pixels: [...seen.pixels], words: plain(seen, "abcdefghij")}};""",
-                   "network", "damage", "inside")
+                   "network", "robust_pca", "damage", "inside")
     S = traced("rpc", torch.tensor(seen["pixels"]).view(1, 3, 32, 32))[2][-1]["S"]
     S = S.abs().sum((1, 3))[0, 1:]
     on, off = (part.mean() / S.mean() for part in (S[hit], S[~hit]))
@@ -228,7 +260,7 @@ def test_every_step_equals_attention_py():
             patches(j => looks(A, 28, j))].map(map => Array.from(map)));
           found.push({{answer: [...answer], residuals, entropies, maps}});
         }}
-        return found;""", "network", "damage", "inside")
+        return found;""", "network", "robust_pca", "damage", "inside")
     for (scene, *how, layers), seen in zip(STATES, shown, strict=True):
         image = images[scene:scene + 1]
         logits, (_, k, _), steps = traced("rpc", image, rpc_layers=tuple(layers), pap=pap_of(*how))
@@ -269,7 +301,7 @@ def test_guess_stroke_and_attack_update_the_page(page, tmp_path):
         $("picture").dispatchEvent(new PointerEvent("pointerdown", {...at, buttons: 1}));
         const second = await text(first);
         $("clean").click();
-        const painted = [first, second, await text(second)];
+        const painted = [first, second, await text(second)], score = $("right").textContent;
 
         let clock = performance.now();
         performance.now = () => clock += 5;                 // virtual time stands while scripts run
@@ -283,10 +315,11 @@ def test_guess_stroke_and_attack_update_the_page(page, tmp_path):
         while (!$("verdict").textContent.startsWith("After")) await wait(20);
         const words = [...document.querySelectorAll("#duel .words")].map(x => x.textContent);
         const bars = [...document.querySelectorAll("#duel .stored")].map(x => x.textContent);
-        return {asked, painted, verdict: $("verdict").textContent, words, bars};""", tmp_path)
+        return {asked, painted, score, verdict: $("verdict").textContent, words, bars};""", tmp_path)
     first, second, third = visit["painted"]
     assert visit["asked"] == [False, "", False]             # nothing is said before the guess
     assert first.startswith("You guessed smaller. Six patches are noise")
+    assert visit["score"] == "You were right 1 of 1."
     assert "Seven patches are noise" in second
     numbers = r"(\d\.\d\d) on paint, (\d\.\d\d) elsewhere"
     assert re.search(numbers, first)[0] != re.search(numbers, second)[0]
@@ -305,7 +338,7 @@ def test_slides_fit_window_with_readable_text(tmp_path):
         while (!document.documentElement.dataset.live) await wait(20);
         for (const _ of document.querySelectorAll(".talk > section")) {
           const slide = document.querySelector(".shown");
-          const words = [...slide.querySelectorAll("h2, p, li, label, span, text")];
+          const words = [...slide.querySelectorAll("h1, h2, p, li, label, span, text")];
           const zoom = svg => svg ?
             svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
           const sizes = words.filter(x => x.getBoundingClientRect().width)
@@ -313,15 +346,153 @@ def test_slides_fit_window_with_readable_text(tmp_path):
           const wide = [slide, ...slide.querySelectorAll(".board .wide")];
           found.push([slide.id, Math.max(...wide.map(x => x.scrollWidth - x.clientWidth)),
             slide.scrollHeight - slide.clientHeight,
-            parseFloat(getComputedStyle(slide.querySelector("h2")).fontSize), Math.min(...sizes)]);
+            parseFloat(getComputedStyle(slide.querySelector("h1, h2")).fontSize), Math.min(...sizes)]);
           const key = new KeyboardEvent("keydown", {key: "PageDown", bubbles: true});
           document.body.dispatchEvent(key);
         }
         return [innerWidth, innerHeight, found];""", tmp_path)
     assert (width, height) == (1280, 720)
-    assert len(found) == 1 + (ROOT / "lecture/slides.md").read_text().count("\n## ")
+    assert len(found) == 1 + page_maker.read("lecture/slides.md").count("\n## ")
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
+
+
+@needs_chromium
+def test_formulas_and_code_fit_a_phone(page, tmp_path):
+    found = in_chromium(page, """
+        while (!document.documentElement.dataset.live) await wait(20);
+        const cut = [...document.querySelectorAll("pre, .formula")]
+          .filter(x => x.scrollWidth > x.clientWidth).map(x => x.textContent.slice(0, 60));
+        const boxes = [...document.querySelectorAll("#try input[type=checkbox]")]
+          .map(x => x.getBoundingClientRect().height).filter(height => height);
+        return {width: innerWidth, page: document.documentElement.scrollWidth, cut, boxes};
+        """, tmp_path, width=390)
+    assert found["page"] <= found["width"] == 390 and found["cut"] == []
+    assert len(found["boxes"]) >= 2 and min(found["boxes"]) >= 24
+
+
+@needs_chromium
+def test_keyboard_paints_and_keeps_its_frame(page, tmp_path):
+    found = in_chromium(page, """
+        const box = $("picture"), copy = document.createElement("canvas");
+        const context = copy.getContext("2d", {willReadFrequently: true});
+        const pixel = () => {                       // the corner of the patch in row 4, column 5
+          context.drawImage(box, 128, 96, 1, 1, 0, 0, 1, 1);
+          return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+        };
+        const settled = async () => {
+          const before = document.documentElement.dataset.live;
+          while (document.documentElement.dataset.live === before) await wait(20);
+        };
+        while (!document.documentElement.dataset.live) await wait(20);
+        const press = key => box.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+        const before = pixel();
+        box.focus();
+        press("ArrowRight");
+        const moved = [box.getAttribute("aria-label"), pixel()];
+        press("Enter");
+        await settled();
+        const painted = [box.getAttribute("aria-label"), pixel(), box.getAttribute("role")];
+        const levels = [...document.querySelectorAll("h1, h2, h3")].map(x => Number(x.tagName[1]));
+        return {before, moved, painted, levels};""", tmp_path)
+    assert found["moved"][0].endswith("position: row 4, column 5, not painted")
+    assert found["painted"][0].endswith("position: row 4, column 5, painted")
+    assert found["moved"][1] == found["painted"][1] == [255, 255, 255]  # the frame stays
+    assert found["before"] != [255, 255, 255]
+    assert found["painted"][2] == "application"
+    levels = found["levels"]                                            # no level is left out
+    assert levels[0] == 1 and all(b <= a + 1 for a, b in zip(levels, levels[1:]))
+
+
+@needs_chromium
+def test_attack_names_networks_that_were_wrong_before(page, tmp_path):
+    found = in_chromium(page, """
+        let clock = performance.now();
+        performance.now = () => clock += 5;
+        location.hash = "#try&paint=" + "3".repeat(60) + "0000&out=1";     // nearly all is white
+        while (!document.documentElement.dataset.live?.includes("out=1")) await wait(20);
+        const words = $("plain").textContent;
+        $("start").click();
+        while (!$("verdict").textContent.startsWith("After")) await wait(20);
+        return {verdict: $("verdict").textContent, words,
+                bars: [...document.querySelectorAll("#duel .words")].map(x => x.textContent)};
+        """, tmp_path)
+    assert "No layer attends to them" in found["words"]
+    wrong = ["wrong before the attack" in part for part in found["verdict"].split(",")]
+    assert any(wrong)
+    assert wrong == ["wrong before the attack" in bar for bar in found["bars"]]
+
+
+@needs_node
+def test_guesses_have_answers_and_chosen_scene_is_described():
+    found = in_node(ASK + """
+        const data = JSON.parse(document.getElementById("page-data").textContent), painted = [];
+        const bytes = text => Float32Array.from(atob(text), c => c.charCodeAt(0) / 255);
+        const clean = data.scenes.map(bytes);
+        const row = async (scene, brush, more) => glance({...STANDARD, scene, ...more,
+          paint: paintWith(brush)}, clean[scene]);
+        for (const [scene, brush] of ROUNDS) painted.push(await row(scene, brush, {}));
+        const best = ({answer}) => answer.indexOf(Math.max(...answer)), kept = [];
+        for (const scene of clean.keys()) {
+          const [plain, perfect] = [await row(scene, "1", {}), await row(scene, "1", {perfect: 1})];
+          kept.push(best(plain.answers.rpc) === best(perfect.answers.rpc));
+        }
+        const [start, perfect, out] = [{}, {perfect: 1}, {out: 1}].map(more => row(2, "1", more));
+        const says = async seen => data.classes[best((await seen).answers.rpc)];
+        return {larger: painted.map(({on, off}) => larger(on.S, off.S)), kept,
+                says: [await says(start), await says(perfect), await says(out)],
+                without: plain(await glance({...STANDARD, paint: NO_PAINT, perfect: 1}, clean[2]),
+                               data.classes), areas: painted[0].areas, MEAN};""",
+                    "network", "robust_pca", "damage", "inside", "start")
+    assert sorted(set(found["larger"])) == ["larger", "smaller"]        # each guess has an answer
+    assert found["says"] == ["triangle", "arrow", "triangle"]
+    assert found["kept"].count(True) == 8 and "eight of these ten" in found["MEAN"]
+    assert found["areas"]["real"] > 0.95 and found["areas"]["S"] < 0.5
+    assert "no effect without paint" in found["without"]
+
+
+def test_stored_accuracies_equal_rows_of_study():
+    rows = arms.stored(arms.STUDIES["criterion"])
+    for name, arm in {"softmax": "softmax", "symmetric": "symmetric", "rpc": "rpc4-l1"}.items():
+        for eps, shown in page_maker.truth()[name].items():
+            own = [float(row.top1) for row in rows if (row.arm, row.measure) ==
+                   (arm, f"pgd {eps}/255") and row.seed in range(40, 45)]
+            d = paired_t(own)
+            assert len(own) == 5 and shown == pytest.approx([d.mean, d.low, d.high], rel=1e-3)
+
+
+def test_pictures_suit_a_dark_page():
+    """No large area is opaque and pale, and no colour of a legend is the page's text colour."""
+    pale = re.compile(r"fill: #([d-e][0-9a-f])\1\1(?!; (?:fill-)?opacity)")
+    for path in sorted((ROOT / "lecture/pictures").glob("*.svg")):
+        text = path.read_text(encoding="utf-8")
+        areas = re.findall(r'<g id="(?:PolyCollection|FillBetween|patch)_\d+">(.*?)</g>', text, re.S)
+        found = [area for area in areas if pale.search(area)]
+        if path.stem == "dense":                            # its legend shows the colours of pixels
+            found = [area for area in found if "#dddddd" not in area]
+            legend = re.search(r'<g id="legend_1">.*', text, re.S)[0]
+            swatches = re.findall(r"fill: (\S+?)[;\"]", legend)
+            assert "currentColor" not in swatches and len(set(swatches)) >= 6, swatches
+        assert not found, path
+
+
+def without_packages(words):
+    """Block scipy and matplotlib, then run a command, as in README's environment."""
+    for name in ["scipy", "matplotlib", *sys.modules]:
+        if name.split(".")[0] in ("scipy", "matplotlib"):
+            sys.modules[name] = None
+    run_in(ROOT, words)
+
+
+@pytest.mark.parametrize("command", ["page", "page --live", "page --slides", "page --notebook",
+                                     "exercises"])
+def test_lecture_needs_neither_scipy_nor_matplotlib(command, tmp_path):
+    words = ["-m", *f"lecture.{command}".split()]
+    if "page" in command:
+        words += ["--out_dir", str(tmp_path)]
+    code, _, err = finish(start(partial(without_packages, words), []))
+    assert code == 0, err
+    assert "page" not in command or len(list(tmp_path.iterdir())) == 1
 
 
 def test_page_fetches_nothing_and_its_links_and_labels_fit(page):

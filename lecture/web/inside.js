@@ -58,15 +58,28 @@ function softmax(x) {
 // The tokens of the painted patches (token 0 is the class token)
 const paintedTokens = now => [...now.paint].flatMap((digit, i) => digit === "0" ? [] : [i + 1]);
 
+// AUC: how often a painted patch has the larger score; a tie counts half. null: nothing to compare
+function auc(score, paint) {
+  let wins = 0, pairs = 0;
+  for (let i = 0; i < N - 1; i++)
+    for (let j = 0; j < N - 1; j++) {
+      if (paint[i] === "0" || paint[j] !== "0") continue;
+      wins += score[i] > score[j] ? 1 : score[i] === score[j] ? 0.5 : 0;
+      pairs++;
+    }
+  return pairs ? wins / pairs : null;
+}
+
 // The setting of the page as network.js wants it
 function settingOf(now) {
   const tokens = paintedTokens(now);
   return {...now, perfect: now.perfect ? tokens : null, left_out: now.out ? tokens : []};
 }
 
-// The answers of the three networks, and three scores of each patch, over their means in this
-// picture: S: |S|; length: |K|; distance: |K - mean key|. parts: |K|, |L|, |S| over the largest
-// of all. on, off: means of the scores over painted and other patches. clean: without paint.
+// The answers of the three networks, and four scores of each patch, over their means in this
+// picture: S: |S| of PAP; real: |S| of real robust PCA on the same keys; length: |K|; distance:
+// |K - mean key|. parts: |K|, |L|, |S| over the largest of all. on, off: means of the scores over
+// painted and other patches. areas: AUC of each score. clean: without paint.
 const withoutPaint = new Map();                       // answers to clean pictures, by setting
 
 async function glance(now, clean) {
@@ -85,8 +98,9 @@ async function glance(now, clean) {
   const K = inside[now.layers[0] ?? 0].k, last = steps.at(-1) ?? {S: K.map(() => 0), L: K};
   const sizes = x => patches(i => size(x, i));
   const relative = x => { const mean = sumOf(x) / (N - 1); return x.map(xi => mean ? xi / mean : 0); };
-  const scores = {S: relative(sizes(last.S)), length: relative(sizes(K)),
-                  distance: relative(sizes(fromMeanPatch(K)))};
+  const scores = {S: relative(sizes(last.S)), real: relative(sizes(robustPca(K))),
+                  length: relative(sizes(K)), distance: relative(sizes(fromMeanPatch(K)))};
+  const areas = Object.fromEntries(Object.entries(scores).map(([name, score]) => [name, auc(score, now.paint)]));
   const over = keep => Object.fromEntries(Object.entries(scores).map(([name, score]) => {
     const own = score.filter((_, i) => keep(now.paint[i] !== "0"));
     return [name, own.length ? sumOf(own) / own.length : null];
@@ -94,7 +108,7 @@ async function glance(now, clean) {
   const parts = {K: sizes(K), L: sizes(last.L), S: sizes(last.S)};
   const most = Math.max(...Object.values(parts).map(part => Math.max(...part)));
   for (const name in parts) parts[name] = parts[name].map(x => x / most);
-  return {now, pixels, answers, ...scores, parts, empty: !sumOf(last.S.map(Math.abs)),
+  return {now, pixels, answers, ...scores, areas, parts, empty: !sumOf(last.S.map(Math.abs)),
           on: over(x => x), off: over(x => !x)};
 }
 
@@ -149,23 +163,34 @@ const painted = ({on, off}, score) => on[score] === null || off[score] === null 
 const COUNT = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"];
 const larger = (x, y) => Math.abs(x - y) < 0.05 ? "about as large" : x < y ? "smaller" : "larger";
 
-// One to three plain sentences about this picture
-function plain({now, answers, on, off, empty}, classes) {
-  const digits = [...now.paint].filter(digit => digit !== "0"), n = digits.length;
-  const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0] ?? 0];
-  const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
-  const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`;
-  if (!n) return `Nothing is painted. ${says} Paint patches, and compare S there with S elsewhere.`;
+// "Six patches are noise.", or "" without paint
+function paintInWords(paint) {
+  const digits = [...paint].filter(digit => digit !== "0"), n = digits.length;
+  if (!n) return "";
+  const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0]];
   const count = COUNT[n] ?? String(n), start = count[0].toUpperCase() + count.slice(1);
-  const patches = `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}. ${says} `;
-  if (empty) return patches + "With this setting S is empty.";
-  if (n === 64) return patches + "The whole picture is painted, so there is nothing to compare.";
+  return `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}.`;
+}
+
+// One to four plain sentences about this picture
+function plain({now, answers, on, off, areas, empty}, classes) {
+  const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
+  const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`, painting = paintInWords(now.paint);
+  if (!painting) {
+    const idle = now.perfect || now.out ? "The switches below have no effect without paint. " : "";
+    return `Nothing is painted. ${says} ${idle}Paint patches, and compare S there with S elsewhere.`;
+  }
+  const left = now.out ? "No layer attends to them. " : "";
+  const patches = `${painting} ${left}${says} `;
+  if (now.paint.indexOf("0") < 0) return patches + "The whole picture is painted, so there is nothing to compare.";
   if (now.perfect) return patches + "S is exactly the painted keys, as the paper wishes. Do the answers change?";
+  const real = `The S of real robust PCA has an AUC of ${areas.real.toFixed(2)}`;
+  if (empty) return patches + `With this setting the S of RPC-Attention is empty. ${real}.`;
   const found = larger(on.S, off.S), keys = larger(on.length, off.length);
   const both = found === keys ? `The keys there are ${found === "smaller" ? "shorter" : found === "larger" ? "longer" : "about as long"}, too`
     : "The lengths of the keys";
-  return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere: ${painted({on, off}, "S")} (1 is the mean of this picture). ` +
-    `${both}: ${painted({on, off}, "length")}.`;
+  return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere: ${painted({on, off}, "S")}. ` +
+    `${both}: ${painted({on, off}, "length")}. ${real}, the S of RPC-Attention ${areas.S.toFixed(2)}.`;
 }
 
 // What this setting does to S and to attention, in sentences

@@ -2,12 +2,9 @@
 
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("page-data").textContent);                  // {classes, scenes, labels, truth}
-const PAINTED = [1, 6, 10, 35, 46, 60];               // the guess paints noise on these six patches
-const NO_PAINT = "0".repeat(64);
-const STANDARD = {network: "rpc", scene: 5, kind: "noise", amount: 0, lambd: 4, n_iter: 4, form: "released",
-                  paint: NO_PAINT, layers: [0], temperature: 1, eps: 6, perfect: 0, out: 0, guess: ""};
 const EXPERT = ["network", "kind", "amount", "lambd", "n_iter", "form", "layers", "temperature"];
 const state = {...STANDARD};
+const game = {round: 0, asked: 0, right: 0, open: true};              // open: this round has no guess yet
 let own = null, token = 27, glanced = null, seen = null, touched = false;     // results of glance and lookInside
 
 const unpainted = () => state.scene < 0 ? own : data.scenes[state.scene];
@@ -65,26 +62,67 @@ const ask = (...of) => finish(network.start(...of));  // logits of (name, pixels
 
 // --- look and show --------------------------------------------------------------------------------
 
+function drawPicture() {                              // the frame shows where the keys are
+  const framed = $("expert").open || document.activeElement === $("picture");
+  drawPixels($("picture"), glanced.pixels);
+  drawFrames($("picture"), glanced.now.paint, framed ? token : -1);
+  $("picture").setAttribute("aria-label", `the painted picture; arrow keys move, Enter paints; position: ${where(token)}, ` +
+    (glanced.now.paint[token] === "0" ? "not painted" : "painted"));
+}
+
 function drawGlance() {
-  const {now, pixels, S, distance, parts} = glanced, guessed = Boolean(now.guess);
-  drawPixels($("picture"), pixels);
-  drawFrames($("picture"), now.paint, $("expert").open ? token : -1);
-  $("picture").setAttribute("aria-label", `the painted picture; keyboard position: ${where(token)}`);
-  const maps = {map: [S.map(x => x - 0.5), painted(glanced, "S")],
-                distance: [distance.map(x => x - 0.5), painted(glanced, "distance")],
-                "part-K": [parts.K, ""], "part-L": [parts.L, ""], "part-S": [parts.S, ""]};
-  for (const [id, [values, words]] of Object.entries(maps)) {
+  const {now, S, real, distance, parts, areas} = glanced, guessed = Boolean(now.guess);
+  drawPicture();
+  const maps = {map: [S.map(x => x - 0.5), "size of S", painted(glanced, "S")],
+                real: [real.map(x => x / Math.max(...real, 1e-12)), "size of S of real robust PCA", painted(glanced, "real")],
+                distance: [distance.map(x => x - 0.5), "distance from the mean key", painted(glanced, "distance")],
+                "part-K": [parts.K, "size of K", ""], "part-L": [parts.L, "size of L", ""], "part-S": [parts.S, "size of S", ""]};
+  for (const [id, [values, title, words]] of Object.entries(maps)) {
     drawMap($(id), values, 1);
     drawFrames($(id), now.paint, -1);
-    $(id).setAttribute("aria-label", `${id === "map" ? "size of S" : id} on 64 patches ${words}`);
+    $(id).setAttribute("aria-label", `${title} on 64 patches ${words}`);
   }
+  for (const id of ["S", "real"])
+    $(`auc-${id}`).textContent = areas[id] === null ? "" : `AUC ${areas[id].toFixed(2)}`;
   $("guess").hidden = guessed;
   $("plain").hidden = !guessed;
   document.querySelectorAll(".after").forEach(part => { part.classList.toggle("waits", !guessed); });
-  const guess = ["larger", "smaller"].includes(now.guess) && now.paint !== NO_PAINT ? `You guessed ${now.guess}. ` : "";
-  $("plain").textContent = guessed ? guess + plain(glanced, data.classes) : "";
+  document.querySelectorAll(".before").forEach(part => { part.hidden = guessed; });
+  document.querySelector(".question").textContent = question(now);
+  $("plain").textContent = guessed ? judged(glanced) + plain(glanced, data.classes) : "";
+  drawScore();
+  $("mean").textContent = now.perfect || now.out ? MEAN : "";
   drawAnswers($("answers"), glanced, data.classes);
-  $("truth").textContent = now.scene < 0 ? "" : `The scene shows a ${data.classes[data.labels[now.scene]]}.`;
+  $("truth").textContent = now.scene < 0 ? "" : `The scene shows ${withArticle(data.classes[data.labels[now.scene]])}.`;
+}
+
+const withArticle = name => `${/^[aeiou]/.test(name) ? "an" : "a"} ${name}`;
+
+function question({paint}) {
+  const number = game.round ? `Picture ${game.round + 1} of ${ROUNDS.length}. ` : "";
+  return number + (paintInWords(paint) || "Six patches become noise.") + " Is S larger there than elsewhere, or smaller?";
+}
+
+// "You guessed smaller: right. ", once per round
+function judged({now, on, off}) {
+  if (!["larger", "smaller"].includes(now.guess) || on.S === null || off.S === null) return "";
+  const right = larger(on.S, off.S) === now.guess;
+  if (game.open) Object.assign(game, {open: false, asked: game.asked + 1, right: game.right + Number(right)});
+  return `You guessed ${now.guess}. `;
+}
+
+function drawScore() {
+  $("score").hidden = !game.asked;
+  const done = game.asked >= ROUNDS.length;
+  $("right").textContent = `You were right ${game.right} of ${game.asked}.`;
+  $("next").hidden = done;
+}
+
+function nextRound() {
+  Object.assign(game, {round: game.asked, open: true});
+  const [scene, brush] = ROUNDS[game.round];
+  set({...STANDARD, scene, paint: paintWith(brush), eps: state.eps});
+  document.querySelector("#guess button").focus();
 }
 
 function drawInside() {
@@ -166,7 +204,7 @@ function onPointer(event) {                           // find the patch under th
 
 function point(next) {                                // show the attention of this patch
   token = next;
-  drawGlance();
+  drawPicture();
   if (seen && $("expert").open) drawInside();
 }
 
@@ -176,7 +214,6 @@ function onKey(event) {
   if (step) point(inside(token % 8 + step[0]) + 8 * inside(Math.floor(token / 8) + step[1]));
   else if (event.key === "Enter" || event.key === " ") paint(token);
   else return;
-  drawFrames($("picture"), glanced.now.paint, token);
   event.preventDefault();
   event.stopPropagation();
 }
@@ -210,12 +247,13 @@ async function attack() {
   [$("start").disabled, $("stop").disabled] = [true, false];
   let query = 0, drawn = 0;
   for (; attacking && query <= QUERIES; query++) {
-    const open = attacks.filter(({search}) => !search.fallen);
+    const open = attacks.filter(({search, wrong}) => !search.fallen && !wrong);
     if (!open.length) break;
     for (const one of open) {
       const logits = await ask(one.name, one.search.propose(), setting);
       one.answer = logits.indexOf(Math.max(...logits));
       one.first ??= one.answer;                       // the answer to the unchanged picture
+      one.wrong ??= now.scene >= 0 && one.first !== data.labels[now.scene];
       one.search.tell(margin(logits, one.first));
     }
     if (performance.now() - drawn < 200) continue;
@@ -229,18 +267,27 @@ async function attack() {
 
 function drawAttack(query) {
   $("bar").value = query;
-  attacks.forEach(({name, search, first, answer}, i) => {
-    const figure = $("duel").children[i], canvas = figure.querySelector("canvas"), falls = search.margins.length - 1;
+  attacks.forEach(({name, search, first, wrong, answer}, i) => {
+    const figure = $("duel").children[i], falls = search.margins.length - 1;
     const words = first === undefined ? "not attacked yet" : search.fallen
-      ? `${data.classes[first]} became ${data.classes[answer]} at query ${falls}` : `still ${data.classes[first]}`;
-    drawPixels(canvas, search.best);
-    if (search.fallen) drawCross(canvas);
-    canvas.setAttribute("aria-label", `${TITLE[name]}: ${words}`);
+      ? `${data.classes[first]} became ${data.classes[answer]} at query ${falls}`
+      : wrong ? `says ${data.classes[first]}: wrong before the attack` : `still ${data.classes[first]}`;
+    const [attacked, change] = figure.querySelectorAll("canvas");
+    drawPixels(attacked, search.best);
+    if (search.fallen) drawCross(attacked);
+    drawPixels(change, search.best, (x, i) => Math.min(Math.max(0.5 + 16 * (x - search.pixels[i]), 0), 1));
+    attacked.setAttribute("aria-label", `${TITLE[name]}: ${words}`);
+    change.setAttribute("aria-label", `${TITLE[name]}: the change of each pixel, 16 times enlarged`);
     figure.querySelector(".words").textContent = words;
     figure.querySelector(".margin").innerHTML = marginCurve(search.margins, QUERIES);
   });
   $("verdict").textContent = attacking ? `Query ${query} of ${QUERIES}.`
-    : `After ${query} queries: ` + attacks.map(({name, search}) => `${TITLE[name]} ${search.fallen ? "is fooled" : "is not fooled"}`).join(", ") + ".";
+    : `After ${query} queries: ` + attacks.map(outcome).join(", ") + ".";
+}
+
+function outcome({name, search, wrong}) {
+  if (wrong) return `${TITLE[name]} was wrong before the attack`;
+  return `${TITLE[name]} ${search.fallen ? "is fooled" : "is not fooled"}`;
 }
 
 function drawTruth() {                                // stored accuracies at this budget
@@ -261,7 +308,8 @@ Object.keys(FORMS).forEach(form => $("form").add(new Option(form)));
 $("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
 $("duel").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
   <figcaption><b>${TITLE[name]}</b> <span class="words"></span></figcaption>
-  <canvas width="96" height="96" role="img"></canvas><div class="margin"></div>
+  <div class="pair"><canvas width="192" height="192" role="img"></canvas><canvas width="192" height="192" role="img"></canvas></div>
+  <div class="pair small"><span>attacked picture</span><span>change x 16</span></div><div class="margin"></div>
   <div class="stored"></div></figure>`).join("");
 
 for (const id of ["network", "kind", "form"]) listen(id, String);
@@ -272,7 +320,9 @@ $("layers").addEventListener("input", () => set({layers:
   [...document.querySelectorAll("#layers input")].flatMap((box, i) => box.checked ? [i] : [])}));
 for (const id of ["perfect", "out"]) $(id).oninput = event => set({[id]: Number(event.target.checked)});
 document.querySelectorAll("#guess button").forEach(button => { button.onclick = () => set({guess: button.value,
-  paint: state.paint === NO_PAINT ? [...NO_PAINT].map((_, i) => Number(PAINTED.includes(i))).join("") : state.paint}); });
+  paint: state.paint === NO_PAINT ? paintWith("1") : state.paint}); });
+$("next").onclick = nextRound;
+$("picture").onfocus = $("picture").onblur = () => { if (glanced) drawPicture(); };
 $("clean").onclick = () => set({amount: 0, paint: NO_PAINT});
 $("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1, perfect: 0, out: 0});
 $("link").onclick = async () => {
