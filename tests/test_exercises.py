@@ -4,49 +4,69 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import lecture.exercises.__main__ as exercises
 from data.shapes import load_shapes
+from studies import arms
 
 ROOT = Path(__file__).parent.parent
+PHI = "(kpca.log_phi2(q, k).max() / 2).exp()"
 RIGHT = {
     1: ["a / g - (E / g @ (a / g)).mean(0)"],
-    2: ["torch.full_like(k, 1000.0)"],
+    2: [f"torch.full_like(k, {PHI} + 1)"],
     3: ["0.5", "2", "80", "1"],
-    4: ["0.9", "0.1"],
+    4: ["0.5", "0.7", "0.8", "0.9"],
     5: ["K * (1 - tau / K.norm(dim=-1, keepdim=True)).clamp(min=0)"],
-    6: ["G - G.mean(0) - G.mean(1, keepdim=True) + G.mean()"],
+    6: ["3", "34"],
     7: ["x.sign() * (x.abs() - tau).clamp(min=0)"],
-    8: ["H / (4 * k.abs().mean((2, 3), keepdim=True))", "lambd * mu"],
+    8: ["100", "4.17", "90", "3.5"],
     9: ["shrink(k - L + Z)", "k - S - Z", "softmax_attention(K2, K2, v)", "k - S - L + Z"],
+    10: ["95", "88", "58", "58", "100"],
+    11: ["(b - a).mean()", "t * (b - a).std() / len(a) ** 0.5"],
 }
-MISTAKES = {        # (number, hole): {a common mistake: a word of its hint}
-    (1, 0): {"a / g": "not centred", "a / g - (a / g).mean(0)": "its own weights"},
-    (2, 0): {"torch.zeros_like(k)": "|h|^2"},
+MISTAKES = {        # (number, hole): {a common mistake: words of its message}
+    (1, 0): {"a / g": "not centred", "a / g - (a / g).mean(0)": "its own weights",
+             "a / g + (E / g @ (a / g)).mean(0)": "sign of the shift"},
+    (2, 0): {"torch.zeros_like(k)": "|h|^2", "torch.ones_like(k)": "3 times longer",
+             "torch.full_like(k, 1000.0)": "6 times longer",
+             "torch.full_like(k, torch.inf)": "not finite", "1e9 * q": "expected (6, 4)"},
+    (3, 0): {"(...)": "no prediction yet for tau_released", "-1": "from 0 to 100",
+             "'half'": "'half', expected a number"},
+    (4, 0): {"(...)": "no prediction yet for auc_of_pixels", "7": "from 0 to 1",
+             "float('nan')": "nan, expected a number"},
     (5, 0): {"K * (K.norm(dim=-1, keepdim=True) > tau)": "shorter",
-             "K.sign() * (K.abs() - tau).clamp(min=0)": "single entries"},
-    (6, 0): {"G - G.mean(0)": "only columns", "G - G.mean(1, keepdim=True)": "only rows"},
-    (7, 0): {"x.sign() * (x.abs() - tau)": "must become 0", "(x.abs() - tau).clamp(min=0)": "sign"},
-    (8, 0): {"1 / (4 * k.abs().mean((2, 3), keepdim=True))": "width D of a head"},
-    (8, 1): {"lambd / mu": "variant `paper`"},
-    (9, 0): {"shrink(k - L - Z)": "Z is added", "shrink(k - L)": "Z is missing"},
+             "K.sign() * (K.abs() - tau).clamp(min=0)": "single entries",
+             "K * (1 - tau / K.norm(dim=-1, keepdim=True))": "backwards"},
+    (6, 0): {"(...)": "no prediction yet for axes_of_black", "0": "from 1 to 64", "True": "True"},
+    (7, 0): {"x.sign() * (x.abs() - tau)": "must become 0", "(x.abs() - tau).clamp(min=0)": "sign",
+             "x * (x.abs() > tau)": "move towards 0", "x.abs_().sub(tau).clamp(min=0)": "sign"},
+    (8, 1): {"(...)": "no prediction yet for entropy_of_lambda_0", "5": "from 0 to 4.174",
+             "[4]": "[4], expected a number"},
+    (9, 0): {"shrink(k - L - Z)": "Z is added", "shrink(k - L)": "Z is missing",
+             "shrink(k)": "L and Z are missing"},
     (9, 1): {"k - S + Z": "variant `admm`"},
     (9, 3): {"k - S - L": "previous Z", "Z; Z += k - L - S": "Z +="},
+    (11, 0): {"(a - b).mean()": "not a - b"},
+    (11, 1): {"t * (b - a).std()": "root of n", "1.96 * (b - a).std() / 5 ** 0.5": "need t",
+              "t * (b - a).std(correction=0) / 5 ** 0.5": "n - 1, not n",
+              "t * (a.var() + b.var()).sqrt() / 5 ** 0.5": "these runs are pairs"},
 }
+PREDICTED = {number for number, exercise in exercises.EXERCISES.items() if exercise.measure}
 
 
 def fill(folder, number, lines):
     """Write the exercise with these lines in its holes; return the folder."""
-    name = exercises.EXERCISES[number][0]
-    text = (ROOT / "lecture/exercises" / name).read_text()
+    name = exercises.EXERCISES[number].file
+    text = (ROOT / "lecture/exercises" / name).read_text(encoding="utf-8")
     for line in lines:
         text = re.sub(r"(?<== )\.\.\.(?=\s)|(?<=return )\.\.\.(?=\s)", lambda _: line, text,
                       count=1)
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
-@pytest.mark.parametrize("number", sorted(RIGHT.keys() - exercises.MEASURED.keys()))
+@pytest.mark.parametrize("number", sorted(RIGHT.keys() - PREDICTED))
 def test_hole_fails_and_solution_passes(number, tmp_path):
     assert not exercises.judge(number)[1]
     text, right = exercises.judge(number, fill(tmp_path, number, RIGHT[number]))
@@ -59,6 +79,22 @@ def test_common_mistake_gets_its_hint(number, hole, tmp_path):
         lines = [line if i == hole else own for i, own in enumerate(RIGHT[number])]
         text, right = exercises.judge(number, fill(tmp_path, number, lines))
         assert not right and hint in text.splitlines()[-1], text
+    assert sum(map(len, (MISTAKES[n, i] for n, i in MISTAKES if n == number))) >= 3
+
+
+def test_every_exercise_says_why_it_matters(tmp_path):
+    assert sorted(exercises.EXERCISES) == sorted(RIGHT)
+    for number in RIGHT.keys() - PREDICTED:
+        text, _ = exercises.judge(number, fill(tmp_path, number, RIGHT[number]))
+        assert exercises.EXERCISES[number].why in text
+
+
+def test_answer_may_change_its_arguments(tmp_path):
+    in_place = {7: "x.sign().mul_(x.abs_().sub_(tau).clamp_(min=0))",
+                1: "a.div_(g) - (E / g @ a).mean(0)"}
+    for number, line in in_place.items():
+        text, right = exercises.judge(number, fill(tmp_path, number, [line]))
+        assert right, text
 
 
 def test_broken_solution_is_named_with_its_line(tmp_path):
@@ -67,11 +103,62 @@ def test_broken_solution_is_named_with_its_line(tmp_path):
         assert not right and named in text, text
 
 
+def measured(number, folder):
+    """Return the message of a solved exercise and its measured numbers."""
+    text, right = exercises.judge(number, fill(folder, number, RIGHT[number]))
+    assert right, text
+    return text, [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
+
+
 def test_predictions_stand_beside_measured_values(tmp_path, monkeypatch):
-    text, _ = exercises.judge(3, fill(tmp_path, 3, RIGHT[3]))
-    measured = [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
-    assert measured == pytest.approx([0.5, 2, 86, 0.9], rel=0.03)
-    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 8))
-    text, _ = exercises.judge(4, fill(tmp_path, 4, RIGHT[4]))
-    measured = [float(x) for x in re.findall(r"measured ([\d.]+)", text)]
-    assert 0.4 < measured[0] < 0.6 < measured[1] < 0.9
+    text, numbers = measured(3, tmp_path)
+    assert numbers == pytest.approx([0.5, 2, 86, 0.9], rel=0.03)
+    assert text.count(": close") == 4
+    monkeypatch.setitem(RIGHT, 3, ["2", "2", "8", "1"])
+    text, _ = measured(3, tmp_path)
+    assert text.count(": far") == text.count(": close") == 2
+    assert measured(6, tmp_path)[1] == pytest.approx([3, 34], abs=1)
+    assert measured(8, tmp_path)[1] == pytest.approx([100, 4.17, 86.6, 3.53], rel=0.01)
+
+
+def test_auc_of_robust_pca_is_larger(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 5))
+    text, (pixels, real_pixels, attacked, real_attacked) = measured(4, tmp_path)
+    assert 0.4 < pixels < 0.6 < attacked < real_attacked and real_pixels > 0.65
+    assert "0.59 on average" in text
+
+
+def test_more_steps_of_attack_leave_less(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 2))
+    _, numbers = measured(10, tmp_path)
+    assert numbers[:4] == sorted(numbers[:4], reverse=True) and numbers[0] > numbers[3] + 10
+    answer = exercises.EXERCISES[10].file
+    solved = (tmp_path / answer).read_text(encoding="utf-8")
+    for old, new, hint in (("publish = 100", "publish = 5", "leaves a lower accuracy"),
+                           ("publish = 100", "publish = 7", "expected 1, 5, 20 or 100"),
+                           ("return pgd(model, images, labels, eps,",
+                            "return pgd(model, images, labels, 2 * eps,", "leaves the budget")):
+        assert old in solved
+        (tmp_path / answer).write_text(solved.replace(old, new), encoding="utf-8")
+        text, right = exercises.judge(10, tmp_path)
+        assert not right and hint in text, text
+
+
+def test_pairs_of_runs_come_from_rows(tmp_path):
+    answer = fill(tmp_path, 11, RIGHT[11]) / exercises.EXERCISES[11].file
+    names = exercises.runpy.run_path(str(answer))
+    rows = arms.stored(arms.STUDIES["criterion"])
+    shown = []
+    for a, b, eps in (("symmetric", "rpc", 2), ("symmetric", "softmax", 4)):
+        pair = []
+        for arm in (a, b):
+            name = "rpc4-l1" if arm == "rpc" else arm
+            runs = {row.seed: round(float(row.top1), 1) for row in rows
+                    if (row.arm, row.measure) == (name, f"pgd {eps}/255")}
+            own = names[f"{arm}_{eps}"]
+            assert own == [runs[seed] for seed in range(40, 45)]
+            pair.append(torch.tensor(own))
+        mean, half = names["paired_interval"](*pair, 2.776)
+        shown.append(f"{mean:+.1f} points ({mean - half:+.1f} to {mean + half:+.1f})")
+    for text in shown:
+        assert text in exercises.EXERCISES[11].why, shown

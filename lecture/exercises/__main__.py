@@ -2,23 +2,29 @@
 
     python -m lecture.exercises 5       # checks exercise 5; without a number: lists all exercises
 
-It prints whether your lines are right. If not, it prints the first wrong entry, the expected value,
-the inputs at that place and, for a common mistake, a hint.
+It prints whether your lines are right, and then why this matters. If your lines are wrong, it
+prints the first wrong entry, the expected value, the inputs at that place and, for a common
+mistake, a hint.
 """
 
 import argparse
+import math
 import runpy
 import sys
 import traceback
+from numbers import Real
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 import common
 import kpca
-from attention import (FORMS, layer_inputs, penalty, rpc_attention, soft_threshold,
+from attention import (FORMS, layer_inputs, penalty, robust_pca, rpc_attention, soft_threshold,
                        softmax_attention)
 from data.shapes import load_shapes
+from robust.attacks import pgd
 from robust.patches import corrupt_patches
 from studies.where_is_s import auroc, first_layer, location
 from vit import classifier_from_checkpoint
@@ -42,21 +48,6 @@ def shrinkage(own, random):
         "this is the part that shrinkage removes": x.clamp(-tau, tau),
         "large entries must move towards 0, too": x * (x.abs() > tau),
         "the sign is lost": (x.abs() - tau).clamp(min=0)}
-
-
-def mu_and_tau(own, random):
-    k, lambd = random(2, 3, 5, 4), 1 + random(1).abs().item()
-    m, H = k.abs().mean((2, 3), keepdim=True), k.shape[1]
-    mu, tau = own(k, lambd)
-    right = penalty(k)
-    given = dict(m=m, H=torch.tensor(H), lambd=torch.tensor(lambd))
-    yield "mu", mu, right, given, {
-        "this is mu with the width D of a head (variant `paper`); `released` has C": right / H,
-        "the 4 is missing": 4 * right, "m is in the numerator": H * m / 4,
-        "m is a mean of |k|, not a sum": right / k[0, 0].numel()}
-    yield "tau", tau, lambd * right, given | dict(mu=right), {
-        "lambda / mu is the variant `paper`; `released` has lambda times mu": lambd / right,
-        "mu / lambda is wrong: tau must grow with lambda": right / lambd}
 
 
 def pap(own, random):
@@ -89,16 +80,6 @@ def pap(own, random):
             "the sign is wrong: add the part of k that L + S misses": before - (k - S - L)}
 
 
-def centring(own, random):
-    x = random(6, 3)
-    G = x @ x.mT
-    rows, columns, all_ = G.mean(0), G.mean(1, keepdim=True), G.mean()
-    yield "G~", own(G), kpca.centre(G), dict(G=G), {
-        "only columns are centred": G - rows, "only rows are centred": G - columns,
-        "the mean of all entries must be added back": G - rows - columns,
-        "this subtracts one mean; each row and each column has its own mean": G - all_}
-
-
 def centred_query(own, random):
     k, d = random(6, 3), 2
     g, E = kpca.g(k, k), kpca.kernel(k, k)
@@ -113,13 +94,24 @@ def centred_query(own, random):
 
 
 def negative_j(own, random):
-    q, k = random(5, 4), random(6, 4)
-    v = own(q, k)
-    if v is ...:
-        raise Wrong("v is still a hole: put a line in place of ...")
-    J = kpca.projection_error(q, k, kpca.attend(q, k, torch.as_tensor(v).to(k)))
-    if not J < 0:
-        raise Wrong(f"J = {J:.6g}, expected a number below 0\n   only |h|^2 depends on v")
+    """Check J < 0 for short and long queries; there is no single right answer to compare with."""
+    k = random(6, 4)
+    for times in (1, 3, 6):
+        q = times * random(5, 4)
+        v = own(q, k)
+        if v is ...:
+            raise Wrong("v is still a hole: put a line in place of ...")
+        v = torch.as_tensor(v).to(k)
+        if v.shape != k.shape:
+            raise Wrong(f"v has shape {tuple(v.shape)}, expected {tuple(k.shape)}, as k")
+        if not v.isfinite().all():
+            raise Wrong("v has entries that are not finite: a network cannot compute with them")
+        J = kpca.projection_error(q, k, kpca.attend(q, k, v))
+        if not J < 0:
+            hint = "only |h|^2 depends on v"
+            if times > 1:
+                hint = f"the queries are {times} times longer: |phi(q)|^2 grows, so v must grow"
+            raise Wrong(f"J = {J:.6g}, expected a number below 0\n   {hint}")
     return
     yield
 
@@ -135,31 +127,40 @@ def whole_tokens(own, random):
         "this is the part that stays, K - S": K - right}
 
 
-# number: (file, function in it, its check)
-EXERCISES = {1: ("1_centred_query.py", "centred_query", centred_query),
-             2: ("2_negative_j.py", "values", negative_j),
-             3: ("3_doubled_keys.py", None, None),
-             4: ("4_predict.py", None, None),
-             5: ("5_whole_tokens.py", "whole_tokens", whole_tokens),
-             6: ("6_centring.py", "centre", centring),
-             7: ("7_shrinkage.py", "shrink", shrinkage),
-             8: ("8_mu_and_tau.py", "mu_and_tau", mu_and_tau),
-             9: ("9_pap.py", "pap", pap)}
+def paired_interval(own, random):
+    n, t = 5, 2.776
+    a, b = random(n), random(n)
+    d = b - a
+    mean, half = own(a, b, t)
+    yield "mean", mean, d.mean(), {}, {"b - a, not a - b": -d.mean()}
+    right = t * d.std() / math.sqrt(n)
+    yield "half", half, right, {}, {
+        "the half-width is t s / sqrt(n): the root of n is missing": right * math.sqrt(n),
+        "the denominator of s is n - 1, not n": t * d.std(correction=0) / math.sqrt(n),
+        "these runs are pairs: take the standard deviation of the differences":
+        t * (a.var() + b.var()).sqrt() / math.sqrt(n),
+        "1.96 is for many runs; five pairs need t": 1.96 * right / t}
 
 
 # --- predict, then measure ------------------------------------------------------------------------
 
-def shipped_network():
-    """Load weights/shapes_rpc.pt in eval mode."""
-    checkpoint = common.load(FOLDER.parents[1] / "weights/shapes_rpc.pt")
+def shipped_network(attn="rpc"):
+    """Load a network of weights/ in eval mode."""
+    checkpoint = common.load(FOLDER.parents[1] / f"weights/shapes_{attn}.pt")
     return classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
 
-def measure_doubled_keys():
+def keys_and_values(images, attn="rpc"):
+    """Return keys and values of layer 0 for these images, both (B, H, N, D)."""
+    layer, x = layer_inputs(shipped_network(attn), images)[0]
+    _, k, v = layer.project(x)
+    return k, v
+
+
+def measure_doubled_keys(names):
     """Return the answers of exercise 3: {name in the file: number}."""
     found = {}
-    attn, x = layer_inputs(shipped_network(), load_shapes("test", 64).images / 255)[0]
-    _, k, v = attn.project(x)
+    k, v = keys_and_values(load_shapes("test", 64).images / 255)
     for form in ("released", "paper"):
         mu = [penalty(keys, mu_dim=FORMS[form]["mu_dim"]) for keys in (k, 2 * k)]
         ratio = (mu[1] / mu[0]).mean().item()
@@ -171,30 +172,149 @@ def measure_doubled_keys():
     return found
 
 
-def measure_auc():
+def measure_auc(names):
     """Return the answers of exercise 4: {name in the file: AUC of |S| for corrupted patches}."""
     model, split, found = shipped_network(), load_shapes("test", 100), {}
-    for name, kind in {"auc_of_pixels": "pixels", "auc_of_attacked": "adversarial"}.items():
-        corrupted, hit = corrupt_patches(split.images / 255, kind, patch=4, model=model,
-                                         labels=split.labels)
-        _, steps = first_layer(model, corrupted)
-        found[name] = auroc(location(steps[-1]["S"]).flatten(), hit.flatten())
+    images, labels = split.images / 255, split.labels
+    for kind, name in {"pixels": "pixels", "adversarial": "attacked"}.items():
+        scores, hits = {"": [], "_with_robust_pca": []}, []
+        parts = list(zip(images.split(10), labels.split(10)))
+        for x, y in tqdm(parts, f"100 scenes, {name}"):
+            corrupted, hit = corrupt_patches(x, kind, patch=4, model=model, labels=y)
+            k, steps = first_layer(model, corrupted)
+            scores[""].append(location(steps[-1]["S"]))
+            scores["_with_robust_pca"].append(location(robust_pca(k, n_iter=1)))
+            hits.append(hit)
+        hit = torch.cat(hits).flatten()
+        for end, score in scores.items():
+            found[f"auc_of_{name}{end}"] = auroc(torch.cat(score).flatten(), hit)
     return found
 
 
-MEASURED = {3: (measure_doubled_keys, ""),
-            4: (measure_auc, "three other networks have 0.72, 0.73 and 0.50 for attacked patches")}
+def measure_axes(names):
+    """Return the answers of exercise 6: {name in the file: number of axes for 90 %}."""
+    random = torch.Generator().manual_seed(0)
+    black, noise = torch.zeros(1, 3, 32, 32), torch.rand(1, 3, 32, 32, generator=random)
+    found = {}
+    for name, image in dict(axes_of_black=black, axes_of_noise=noise).items():
+        k, _ = keys_and_values(image, "symmetric")
+        sigma = kpca.kernel_pca(k[0, 0].double()).sigma
+        held = sigma.cumsum(0) / sigma.sum()
+        found[name] = 1 + (held < 0.9).sum().item()
+    return found
 
 
-def predictions(number, names):
+def measure_lambda(names):
+    """Return the answers of exercise 8: {name in the file: share of S or entropy}."""
+    k, v = keys_and_values(load_shapes("test", 64).images / 255)
+    found = {}
+    for lambd in (0, 1):
+        steps = []
+        rpc_attention(k, v, lambd=lambd, trace=steps)
+        K2 = steps[-1]["K2"]
+        A = kpca.log_kernel(K2, K2).softmax(-1)
+        found[f"share_of_lambda_{lambd}"] = 100 * (steps[-1]["S"] != 0).double().mean().item()
+        found[f"entropy_of_lambda_{lambd}"] = torch.special.entr(A).sum(-1).mean().item()
+    return found
+
+
+def measure_steps(names):
+    """Return the answers of exercise 10: {name in the file: accuracy in %}, own attack included."""
+    model, split, eps = shipped_network(), load_shapes("test", 32), 2 / 255
+    x, y = split.images / 255, split.labels
+
+    def accuracy(attacked):
+        return 100 * (model(attacked).argmax(1) == y).double().mean().item()
+
+    if names["publish"] not in (1, 5, 20, 100):
+        raise Wrong(f"publish = {names['publish']!r}, expected 1, 5, 20 or 100")
+    own = names["own_attack"](model, x.clone(), y.clone(), eps)
+    if own.shape != x.shape or not ((own - x).abs() <= eps + 1e-6).all():
+        raise Wrong("own_attack leaves the budget: no pixel may move by more than eps = 2/255")
+    if not ((own >= 0) & (own <= 1)).all():
+        raise Wrong("own_attack returns pixels outside [0, 1]")
+    found = {}
+    for steps in tqdm((1, 5, 20, 100), "PGD"):
+        attacked = pgd(model, x, y, eps, steps=steps, alpha=0.1 * eps)
+        found[f"accuracy_after_{steps}"] = accuracy(attacked)
+    lowest = min(found.values())
+    if found[f"accuracy_after_{names['publish']}"] > lowest:
+        raise Wrong(f"publish = {names['publish']}, but another number of steps leaves a lower "
+                    f"accuracy, {lowest:.1f} %: every attack gives an upper bound of robustness")
+    return found | {"own_attack": accuracy(own)}
+
+
+# name up to "_": smallest and largest possible value, and the distance that is called close
+RANGES = {"tau": (0, 100, 0.05), "share": (0, 100, 10), "auc": (0, 1, 0.1), "axes": (1, 64, 4),
+          "entropy": (0, math.log(65), 0.3), "accuracy": (0, 100, 5)}
+
+
+def predictions(measure, names):
     """Return the learner's predictions and the measured values, as text."""
-    measure, note = MEASURED[number]
-    holes = [name for name, value in names.items() if value is ... and not name.startswith("_")]
+    own = {name: value for name, value in names.items() if name.split("_")[0] in RANGES}
+    holes = [name for name in own if own[name] is ...]
     if holes:
         raise Wrong(f"no prediction yet for {', '.join(holes)}: put a number in place of ...")
-    lines = [f"{name}: you predicted {names[name]}, measured {value:.2f}"
-             for name, value in measure().items()]
-    return "\n   ".join(["predicted and measured:", *lines, *[note] * bool(note)])
+    for name, value in own.items():
+        low, high, _ = RANGES[name.split("_")[0]]
+        if isinstance(value, bool) or not isinstance(value, Real) or not low <= value <= high:
+            raise Wrong(f"{name} = {value!r}, expected a number from {low} to {high:.4g}")
+    lines = ["predicted and measured:"]
+    for name, value in measure(names).items():
+        if name not in own:
+            lines.append(f"{name}: measured {value:.2f}")
+            continue
+        close = RANGES[name.split("_")[0]][2]
+        word = "close" if abs(own[name] - value) <= close else "far"
+        lines.append(f"{name}: you predicted {own[name]}, measured {value:.2f}: {word}")
+    return "\n   ".join(lines)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+class Exercise(NamedTuple):
+    """An exercise checks a function of its file, or it measures what the file predicts."""
+
+    file: str
+    why: str                            # printed after a right answer: why this matters
+    function: str = None                # the name of the learner's function
+    check: Callable = None              # check(function, random), see above
+    measure: Callable = None            # measure(names of the file) -> {name: measured value}
+
+
+EXERCISES = {
+    1: Exercise("1_centred_query.py", "So attention can be textbook kernel PCA exactly: the shift "
+                "is one vector per head, and the next bias of the network can undo it.",
+                "centred_query", centred_query),
+    2: Exercise("2_negative_j.py", "So J < 0 for any network with large values: the paper's falling "
+                "J may show only that outputs grow. In our trained network J is -5.1.",
+                "values", negative_j),
+    3: Exercise("3_doubled_keys.py", "lambda * mu has the wrong unit: the same picture with keys of "
+                "another length gets another S.", measure=measure_doubled_keys),
+    4: Exercise("4_predict.py", "The S of RPC-Attention follows the length of the key; real robust "
+                "PCA finds the damage. In eight other networks the AUC of RPC's S for attacked "
+                "patches is 0.59 on average (0.50 to 0.72).", measure=measure_auc),
+    5: Exercise("5_whole_tokens.py", "Whole rows become 0, so S is sparse by tokens. But long keys "
+                "enter S first, and noise makes keys short: this S would miss noise, too.",
+                "whole_tokens", whole_tokens),
+    6: Exercise("6_axes.py", "In a black image all patches are equal, and only positions tell the "
+                "keys apart. Noise makes all keys different. Each image has its own axes, so one "
+                "matrix W cannot return them for all images.", measure=measure_axes),
+    7: Exercise("7_shrinkage.py", "This line alone makes S sparse. Applied to singular values, it "
+                "makes L low-rank: this is the line that RPC-Attention replaces.",
+                "shrink", shrinkage),
+    8: Exercise("8_lambda.py", "lambda decides how soft attention is: with lambda = 0 the layer is "
+                "the plain average of all values, whatever the image shows.",
+                measure=measure_lambda),
+    9: Exercise("9_pap.py", "You have written RPC-Attention. Replace the line of L by singular value "
+                "shrinkage, and you have robust PCA.", "pap", pap),
+    10: Exercise("10_publish.py", "Every attack gives an upper bound of the robustness, so publish "
+                 "the lowest, and name the attack. With one step this network looks 1.8 times as "
+                 "robust as with 20 steps.", measure=measure_steps),
+    11: Exercise("11_pairs.py", "RPC minus symmetric at 2/255: -3.8 points (-5.4 to -2.3): real. "
+                 "Softmax minus symmetric at 4/255: +0.9 points (-10.6 to +12.5): not real, although "
+                 "the first seed alone gives +9.3.", "paired_interval", paired_interval),
+}
 
 
 # --- the learner's file ---------------------------------------------------------------------------
@@ -217,26 +337,36 @@ def compare(what, own, expected, given, mistakes):
                     + "".join(f"\n   {hint}" for hint in hints[:1]))
 
 
+def with_copies(function):
+    """Return the function, called with copies of its tensors: it may change its arguments."""
+    def copied(*inputs):
+        own = [x.clone() if torch.is_tensor(x) else x for x in inputs]
+        return function(*own)
+    return copied
+
+
 def judge(number, folder=FOLDER):
     """Return a message about an exercise, and whether the exercise is solved."""
-    file, name, check = EXERCISES[number]
+    exercise = EXERCISES[number]
     generator = torch.Generator().manual_seed(number)
 
     def random(*shape):
         return torch.randn(shape, generator=generator).double()
 
     try:
-        names = runpy.run_path(str(folder / file))
-        if check is None:
-            return predictions(number, names), True
+        names = runpy.run_path(str(folder / exercise.file))
+        if exercise.check is None:
+            measured = predictions(exercise.measure, names)
+            return f"{measured}\n   {exercise.why}", True
+        own = with_copies(names[exercise.function])
         for _ in range(TRIES):
-            for one in check(names[name], random):
+            for one in exercise.check(own, random):
                 compare(*one)
     except Wrong as e:
         return f"not yet: {e}", False
     except Exception as e:                              # the learner's lines may raise anything
         return f"not yet: {e!r}\n{traceback.format_exc(limit=-1)}", False
-    return f"right, on {TRIES} random inputs", True
+    return f"right, on {TRIES} random inputs\n   {exercise.why}", True
 
 
 def main():
@@ -249,13 +379,13 @@ def main():
         text, right = judge(number)
         print(f"{number}: {text}")
         sys.exit(not right)
-    for number, (file, *_) in EXERCISES.items():        # the list: one line per exercise
-        if number in MEASURED:                          # the list shows no measured value
+    for number, exercise in EXERCISES.items():          # the list: one line per exercise
+        if exercise.measure:                            # the list shows no measured value
             state = f"predict, then measure: python -m lecture.exercises {number}"
         else:
             text, right = judge(number)
             state = "done" if right else text.splitlines()[0]
-        print(f"{number}: {file:<20} {state}", flush=True)
+        print(f"{number}: {exercise.file:<20} {state}", flush=True)
 
 
 if __name__ == "__main__":
