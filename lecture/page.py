@@ -74,25 +74,49 @@ def sections():
 # --- the notebook ---------------------------------------------------------------------------------
 
 def notebook_cells():
-    """Yield ("markdown" or "code", text) per cell; the call that draws a picture stands for it."""
+    """Yield (kind, text) per cell; the call that draws a picture stands for it.
+
+    kind: "markdown", "code", or "answer", code whose output is closed until a reader opens it.
+    """
     naive = re.search(r"^def naive_rpc.*?\n    return L[^\n]*", read("attention.py"), re.M | re.S)[0]
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
+        before, opened = without_opening(before)
         yield "markdown", before
         for code in FIRST_CELLS if i == 0 else ():
             yield "code", code.replace("NAIVE_RPC", naive)
         for _, name, after in zip(*[iter(rest)] * 3):
-            yield "code", f"pictures.draw_{name}()"
-            yield "markdown", after
+            yield "answer" if opened else "code", f"pictures.draw_{name}()"
+            after, next_opened = without_opening(after)
+            yield "markdown", opened + after
+            opened = next_opened
+
+
+def without_opening(text):
+    """Split off a <details> that begins just before a picture: (text, its opening or "").
+
+    A cell cannot end inside <details>, so the opening stands behind the picture. Text between the
+    opening and the picture belongs to the opening.
+    """
+    start = text.rfind("<details>")
+    if start < 0 or "</details>" in text[start:]:
+        return text, ""
+    return text[:start], text[start:]
 
 
 def write_notebook(path):
     """Write the notebook. Run its code only if the committed notebook lacks outputs for it."""
     import nbformat
 
-    make = {"markdown": nbformat.v4.new_markdown_cell, "code": nbformat.v4.new_code_cell}
-    cells = [make[kind](text.strip(), id=f"cell-{i}")
-             for i, (kind, text) in enumerate(notebook_cells())]
+    cells = []
+    for i, (kind, text) in enumerate(notebook_cells()):
+        if kind == "markdown":
+            cell = nbformat.v4.new_markdown_cell(text.strip(), id=f"cell-{i}")
+        else:
+            cell = nbformat.v4.new_code_cell(text.strip(), id=f"cell-{i}")
+        if kind == "answer":
+            cell.metadata.update(collapsed=True, jupyter=dict(outputs_hidden=True))
+        cells.append(cell)
     kernel = dict(name="python3", display_name="Python 3", language="python")
     book = nbformat.v4.new_notebook(cells=cells, metadata=dict(kernelspec=kernel))
     committed = nbformat.read(ROOT / "lecture/walkthrough.ipynb", as_version=4).cells
@@ -218,10 +242,13 @@ def page():
 def slides():
     """Return the slides as HTML; a printed slide also shows the section that has its picture."""
     shown = []
+    attack = '<section id="attack"'
+    parts = dict(zip(("Live", "Live: attack"), live("index.html").split(attack)))
     for text in read("lecture/slides.md").split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
-        if title.startswith("Live"):
-            shown.append(live("index.html"))
+        if title.strip() in parts:
+            part = parts[title.strip()]
+            shown.append(attack + part if shown and "attack" in title else part)
             continue
         if rest:
             alt, name, said = rest

@@ -22,18 +22,18 @@ from PIL import Image
 
 import common
 import kpca
-from attention import FORMS, layer_inputs, rpc_attention, symmetric_attention
+from attention import FORMS, layer_inputs, robust_pca, rpc_attention, symmetric_attention
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from robust.attacks import pgd
 from robust.corruptions import corrupt
 from robust.patches import corrupt_patches
 from segmenter import evaluate, predict_classes, segmenter_from_checkpoint
-from studies import arms, kernel_pca, leak, line, probe
+from studies import arms, kernel_pca, leak, line, perfect_s, probe
 from studies.colours import CONTROL, FAMILIES, FRAME, look
 from studies.published_scores import cka
 from studies.stats import paired_t
-from studies.where_is_s import auroc, first_layer
+from studies.where_is_s import auroc, first_layer, location, rank_correlation
 from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
@@ -152,46 +152,20 @@ def save(figure, name, **numbers):
 
 
 def draw_idea():
-    """The idea and the result: what S should remove, what S removes, accuracy under attack."""
-    model, numbers = network("rpc"), {}
+    """The question: an image with noise, what S should be, and an empty frame for what S is."""
+    model = network("rpc")
     corrupted, hit = corrupt_patches(one_image(), "noise", patch=4)
-
-    def relative_s(images):
-        """Return |S| after the last step over its mean in the image: (B, 64)."""
-        found = size(first_layer(model, images)[1][-1]["S"])[:, 1:]
-        return found / found.mean(1, keepdim=True)
-
-    figure = plt.figure(figsize=(8.6, 3.2))
-    left, right = figure.subfigures(1, 2, width_ratios=(1.85, 1))
-    left.suptitle("Is S larger on the noise?")
-    right.suptitle("Is RPC more robust?")
-    image, wish, found, bar = left.subplots(1, 4, width_ratios=(1, 1, 1, 0.07))
-    show(image, corrupted[0], "noise in\nsix patches")
-    show(wish, hit[0].double().view(8, 8), "should be\nremoved")
-    show(found, relative_s(corrupted).view(8, 8), "is removed\n(|S|, mean 1)", vmin=0.5, vmax=1.5)
-    figure.colorbar(found.images[0], cax=bar, ticks=[0.5, 1, 1.5], extend="both")
-    bar.set_box_aspect(12)
+    figure, (image, wish, found) = plt.subplots(1, 3, figsize=(8.6, 3.2))
+    figure.suptitle("Does RPC-Attention find the noise?")
+    show(image, corrupted[0], "noise in six patches")
+    show(wish, hit[0].double().view(8, 8), "S should be")
+    show(found, torch.full((8, 8), math.nan), "S is")
+    found.text(3.5, 3.5, "?", ha="center", va="center", fontsize=40, color="0.5")
     outline(image, hit[0], 32)
     for ax in (wish, found):
         outline(ax, hit[0])
-
-    ax = right.subplots()
-    rows = arms.stored(arms.STUDIES["criterion"])
-    words = {"symmetric": ("baseline", "symmetric", (3.1, 83)),
-             "rpc4-l1": ("RPC-Attention", "rpc", (0, 33)),
-             "symmetric-adv": ("adversarial\ntraining", "adversarial", (5, 58))}
-    for arm, (said, family, at) in words.items():
-        means = {eps: np.mean(found) for eps, found in attack_curve(rows, arm).items()}
-        ax.plot(list(means), list(means.values()), **look(family))
-        ax.text(*at, said, color=COLOUR[family])
-        numbers.update({f"{arm} {eps:g}": x for eps, x in means.items()})
-    ax.set(xlabel="size of the attack (1/255)", title="accuracy, %, at equal cost",
-           ylim=(0, 104), xticks=range(0, 9, 2))
-    many, hits = corrupt_patches(scenes(300)[0], "noise", patch=4)
-    ratio = relative_s(many)
     millions = sum(w.numel() for w in model.parameters()) / 1e6
-    save(figure, "idea", weights=millions, noise=ratio[hits].median(), others=ratio[~hits].median(),
-         **numbers)
+    save(figure, "idea", weights=millions)
 
 
 def draw_vit():
@@ -345,53 +319,62 @@ def draw_residual():
 
 
 def draw_where():
-    """4. Rank patches by S, by the size of the key, and by the distance from the mean key."""
-    model, images, numbers = network("rpc"), scenes(300)[0], {}
-    looks = {"S, step 1": look("rpc", fillstyle="none", linestyle=""),
-             "S, step 4": look("rpc"),
-             "size of the key": dict(color="black", marker="|", linestyle="-.", markeredgewidth=3),
-             "distance from the mean key": dict(color="black", marker="x", linestyle="--")}
-    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.5))
+    """4. Rank patches by RPC's S, by the S of real robust PCA, and by the size of the key."""
+    model, (images, labels), numbers = network("rpc"), scenes(300), {}
+    looks = {"S of RPC-Attention": look("rpc"),
+             "S of robust PCA": dict(color="black", marker="s", linestyle="-"),
+             "size of the key": dict(color="black", marker="|", linestyle="-.",
+                                       markeredgewidth=3)}
+    kinds = {"noise": "noise", "gaussian": "noise\nadded", "adversarial": "attacked",
+             "pixels": "pixels", "white": "white", "black": "black"}
+    figure, (roc, dots) = plt.subplots(1, 2, figsize=(9, 4.4), width_ratios=(1, 1.5))
     figure.suptitle("Is S larger on corrupted patches?")
-    kinds = ("noise", "black", "white", "gaussian")
     for row, kind in enumerate(kinds):
-        corrupted, hit = corrupt_patches(images, kind, patch=4)
+        n = 100 if kind == "adversarial" else 300
+        corrupted, hit = corrupt_patches(images[:n], kind, patch=4, model=model, labels=labels[:n])
         k, trace = first_layer(model, corrupted)
-        scores = [size(trace[0]["S"]), size(trace[3]["S"]), size(k),
-                  size(k - k[:, :, 1:].mean(2, keepdim=True))]
+        scores = [size(trace[3]["S"]), size(robust_pca(k, n_iter=1)), size(k)]
         for (name, style), score in zip(looks.items(), scores):
             score = score[:, 1:].flatten()
             area = numbers[f"{kind} {name}"] = auroc(score, hit.flatten())
             dots.plot(area, row, **style | dict(linestyle="", markersize=11))
             if row == 0:
                 dots.plot([], [], **style, label=name)
-            if kind == "noise" and name != "S, step 1":     # most of step 1 is 0: many ties
                 wrong = hit.flatten()[score.argsort(descending=True)].double()
                 found, false = wrong.cumsum(0) / wrong.sum(), (1 - wrong).cumsum(0)
                 roc.plot(false[::60] / false[-1], found[::60], **style | dict(marker=""))
-        if kind == "noise":                     # % of entries of S that are not 0, by rows
-            filled = (trace[3]["S"] != 0).double().mean((1, 3))[:, 1:]
-            numbers["filled noise"] = 100 * filled[hit].mean()
-            numbers["filled others"] = 100 * filled[~hit].mean()
-            numbers["empty rows"] = 100 * (filled == 0).double().mean()
     roc.plot([0, 1], [0, 1], **CONTROL)
     roc.set(title="noise: patches by their score", xlabel="share of the intact patches",
             ylabel="share of the noisy patches", aspect=1, xticks=[0, 0.5, 1], yticks=[0, 0.5, 1])
     dots.axvline(0.5, **CONTROL, label="chance")
-    dots.set(title="AUC: corrupted patch above intact patch", xlim=(0.2, 0.9), ylim=(3.6, -0.6))
-    dots.set_yticks(range(4), ("noise", "black", "white", "noise\nadded"))
-    figure.legend(loc="outside lower center", ncols=3, columnspacing=1, handletextpad=0.4)
+    dots.set(title="AUC: corrupted patch above intact patch", xlim=(0.15, 1.03), ylim=(5.6, -0.6))
+    dots.set_yticks(range(6), kinds.values())
+    figure.legend(loc="outside lower center", ncols=4, columnspacing=1, handletextpad=0.4)
+
+    # On clean images: does S follow the length of the key? Which share of robust PCA's S is not 0?
+    k, trace = first_layer(model, images)
+    for i, step in enumerate(trace, 1):
+        order = rank_correlation(location(step["S"]), size(k)[:, 1:]).mean()
+        numbers[f"rank correlation, step {i}"] = order
+    numbers["share of robust PCA"] = 100 * (robust_pca(k, n_iter=1) != 0).double().mean()
     others = common.read_log(arms.RESULTS / "where_is_s/ten.jsonl")
     for row in others:                      # eight networks trained with other seeds
         if row["network"] == "rpc 4iter/layer0" and row["step"] == 2000:
             for kind in ("noise", "adversarial"):
-                for score in ("S, step 4", "distance"):
-                    name = f"{kind}: AUC of {score}"
-                    if name in row["values"]:
-                        numbers[f"{kind} {score}, seed {row['seed']}"] = row["values"][name]
+                numbers[f"{kind} S, step 4, seed {row['seed']}"] = (
+                    row["values"][f"{kind}: AUC of S, step 4"])
     for kind in ("noise", "adversarial"):
         own = [x for name, x in numbers.items() if name.startswith(f"{kind} S, step 4, seed")]
         numbers[f"{kind} S, step 4, seeds"] = np.mean(own)
+
+    # Eight networks with a perfect S, with an empty S, and without the corrupted patches
+    found = perfect_s.read_rows()
+    for kind in ("noise", "white", "adversarial"):
+        for name, condition, control in (("perfect S", perfect_s.PERFECT, "S empty"),
+                                         ("left out", perfect_s.LEFT_OUT, "as trained")):
+            d = perfect_s.gap(found, *(("rpc4-l1", kind, which) for which in (condition, control)))
+            numbers.update({f"{kind}, {name}": d.mean, f"{kind}, {name} low": d.low,
+                            f"{kind}, {name} high": d.high})
     save(figure, "where", **numbers)
 
 
@@ -459,6 +442,11 @@ def draw_equal_cost():
             d = of.gaps[measure, arm, base]
             numbers.update({f"{arm} {measure} difference": d.mean, f"{arm} {measure} low": d.low,
                             f"{arm} {measure} high": d.high})
+    study, of = arms.comparison("scenes")       # 8 epochs: RPC, and RPC without S
+    for arm in ("rpc4-l1", "no-shrink"):
+        d = of.gaps["pgd 2/255", arm, "symmetric"]
+        numbers.update({f"8 epochs, {arm}": d.mean, f"8 epochs, {arm} low": d.low,
+                        f"8 epochs, {arm} high": d.high})
     for arm in ("symmetric", "symmetric-adv", "symmetric-96", "symmetric-adv-96"):
         for measure in ("15 corruptions", "pgd 6/255"):
             found = arms.comparison("cost-96" if arm.endswith("96") else "cost-24")[1].found
@@ -501,37 +489,33 @@ def draw_line():
           for name in ("baseline", "RPC", "others")}
     epochs = {"symmetric-e4": "4", "symmetric-e6": "6", "symmetric-e8": "8",
               "symmetric-e12": "12", "symmetric-e16": "16", "long-symmetric": "24 epochs"}
-    figure, grid = plt.subplots(1, 2, figsize=(9, 3.9))
+    figure, ax = plt.subplots(figsize=(7, 3.9))
     figure.suptitle("What changes more: longer training or another attention?")
-    for ax, measure, title in zip(grid, ("pgd 2/255", "15 corruptions"),
-                                  ("PGD at 2/255", "15 corruptions")):
-        x, y = line.points(of["others"], measure)                   # a band around their trend
-        order, ends = np.polyfit(x, y, 2), np.linspace(x.min(), x.max(), 30)
-        spread = 2 * (y - np.polyval(order, x)).std()
-        ax.fill_between(np.exp(ends), np.polyval(order, ends) - spread,
-                        np.minimum(np.polyval(order, ends) + spread, 100), color="0.5",
-                        alpha=0.25, linewidth=0, zorder=0)
-        for name, style in looks.items():
-            x, y = line.points(of[name], measure)
-            ax.plot(np.exp(x), y, markersize=6, **style)
-        means = {arm: line.points([n for n in of["baseline"] if n.arm == arm], measure).mean(1)
-                 for arm in epochs}
-        ax.plot(*zip(*((np.exp(x), y) for x, y in means.values())), color=COLOUR["symmetric"])
-        for arm, (x, y) in means.items():
-            numbers[f"{arm} {measure}"] = y
-            numbers[f"{arm} loss"] = np.exp(x)
-            right = arm == "long-symmetric"
-            ax.annotate(epochs[arm], (np.exp(x), y), (16, -30) if right else (-8, 10), ha="center",
-                        color=COLOUR["symmetric"], textcoords="offset points")
-        ax.set(title=title, xlabel="clean test loss, nats, falling \u2192", xscale="log",
-               xlim=(0.62, 0.0022))
-        ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
-        ax.set_xticks([], minor=True)
-    grid[0].text(0.06, 45, "RPC", color=COLOUR["rpc"])
-    grid[0].text(0.3, 75, "baseline", color=COLOUR["symmetric"])
-    grid[0].text(0.03, 30, "grey band: other\nattentions", color="0.4")
-    grid[0].set(ylabel="accuracy, %", ylim=(25, 103), yticks=range(40, 101, 20))
-    grid[1].set(ylim=(62, 93), yticks=range(70, 91, 10))
+    x, y = line.points(of["others"], "pgd 2/255")                   # a band around their trend
+    order, ends = np.polyfit(x, y, 2), np.linspace(x.min(), x.max(), 30)
+    spread = 2 * (y - np.polyval(order, x)).std()
+    ax.fill_between(np.exp(ends), np.polyval(order, ends) - spread,
+                    np.minimum(np.polyval(order, ends) + spread, 100), color="0.5",
+                    alpha=0.25, linewidth=0, zorder=0)
+    for name, style in looks.items():
+        x, y = line.points(of[name], "pgd 2/255")
+        ax.plot(np.exp(x), y, markersize=6, **style)
+    means = {arm: line.points([n for n in of["baseline"] if n.arm == arm], "pgd 2/255").mean(1)
+             for arm in epochs}
+    ax.plot(*zip(*((np.exp(x), y) for x, y in means.values())), color=COLOUR["symmetric"])
+    for arm, (x, y) in means.items():
+        numbers[f"{arm} pgd 2/255"] = y
+        numbers[f"{arm} loss"] = np.exp(x)
+        right = arm == "long-symmetric"
+        ax.annotate(epochs[arm], (np.exp(x), y), (16, -30) if right else (-8, 10), ha="center",
+                    color=COLOUR["symmetric"], textcoords="offset points")
+    ax.set(xlabel="clean test loss, nats, falling \u2192", xscale="log", xlim=(0.62, 0.0022),
+           ylabel="accuracy under PGD at 2/255, %", ylim=(25, 103), yticks=range(40, 101, 20))
+    ax.set_xticks([0.4, 0.1, 0.03, 0.01, 0.003], ["0.4", "0.1", "0.03", "0.01", "0.003"])
+    ax.set_xticks([], minor=True)
+    ax.text(0.06, 45, "RPC", color=COLOUR["rpc"])
+    ax.text(0.3, 75, "baseline", color=COLOUR["symmetric"])
+    ax.text(0.03, 30, "grey band: other\nattentions", color="0.4")
 
     # the gain from 4 to 24 epochs, and how far RPC lies from the baseline's line
     gain = line.apart(*([n for n in networks if n.arm == arm] for arm in

@@ -41,11 +41,15 @@ needs_node = pytest.mark.skipif(not NODE, reason="no node")
 def test_committed_notebook_has_all_cells_executed():
     woven = list(page_maker.notebook_cells())
     prose = "".join(text for kind, text in woven if kind == "markdown")
+    for text in (text for kind, text in woven if kind == "markdown"):
+        assert text.count("<details>") == text.count("</details>")
     assert prose == re.sub(page_maker.PICTURE, "", TEXT)
     cells = json.loads(page_maker.read("lecture/walkthrough.ipynb"))["cells"]
     assert ["".join(cell["source"]) for cell in cells] == [text.strip() for _, text in woven]
     for cell in [cell for cell in cells if "pictures.draw_" in "".join(cell["source"])]:
         assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
+    hidden = [cell["metadata"].get("jupyter", {}).get("outputs_hidden", False) for cell in cells]
+    assert hidden == [kind == "answer" for kind, _ in woven] and sum(hidden) == 8
 
 
 @functools.cache
@@ -314,7 +318,7 @@ def test_guess_stroke_and_attack_update_the_page(page, tmp_path):
         $("start").click();
         while (!$("verdict").textContent.startsWith("After")) await wait(20);
         const words = [...document.querySelectorAll("#duel .words")].map(x => x.textContent);
-        const bars = [...document.querySelectorAll("#duel .stored")].map(x => x.textContent);
+        const bars = [...document.querySelectorAll("#many .stored")].map(x => x.textContent);
         return {asked, painted, score, verdict: $("verdict").textContent, words, bars};""", tmp_path)
     first, second, third = visit["painted"]
     assert visit["asked"] == [False, "", False]             # nothing is said before the guess
@@ -352,7 +356,8 @@ def test_slides_fit_window_with_readable_text(tmp_path):
         }
         return [innerWidth, innerHeight, found];""", tmp_path)
     assert (width, height) == (1280, 720)
-    assert len(found) == 1 + page_maker.read("lecture/slides.md").count("\n## ")
+    assert len(found) == page_maker.read("lecture/slides.md").count("\n## ")
+    assert found[16][0] == "try" and found[25][0] == "attack"           # as TEACHING.md says
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
 

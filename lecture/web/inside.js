@@ -187,8 +187,8 @@ function plain({now, answers, on, off, areas, empty}, classes) {
   const real = `The S of real robust PCA has an AUC of ${areas.real.toFixed(2)}`;
   if (empty) return patches + `With this setting the S of RPC-Attention is empty. ${real}.`;
   const found = larger(on.S, off.S), keys = larger(on.length, off.length);
-  const both = found === keys ? `The keys there are ${found === "smaller" ? "shorter" : found === "larger" ? "longer" : "about as long"}, too`
-    : "The lengths of the keys";
+  const both = found === keys ? `The keys there are ${found}, too`
+    : "The sizes of the keys";
   return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere: ${painted({on, off}, "S")}. ` +
     `${both}: ${painted({on, off}, "length")}. ${real}, the S of RPC-Attention ${areas.S.toFixed(2)}.`;
 }

@@ -293,7 +293,7 @@ function outcome({name, search, wrong}) {
 function drawTruth() {                                // stored accuracies at this budget
   network.names.forEach((name, i) => {
     const [mean, low, high] = data.truth[name][state.eps], clip = x => Math.min(Math.max(x, 0), 100);
-    $("duel").children[i].querySelector(".stored").innerHTML = `<span class="track"><i style="width:${mean}%"></i>
+    $("bars").children[i].querySelector(".stored").innerHTML = `<span class="track"><i style="width:${mean}%"></i>
       <s style="left:${clip(low)}%;width:${clip(high) - clip(low)}%"></s></span>
       <span>PGD: ${mean.toFixed(1)} % (${clip(low).toFixed(1)} to ${clip(high).toFixed(1)})</span>`;
   });
@@ -309,8 +309,9 @@ $("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input
 $("duel").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
   <figcaption><b>${TITLE[name]}</b> <span class="words"></span></figcaption>
   <div class="pair"><canvas width="192" height="192" role="img"></canvas><canvas width="192" height="192" role="img"></canvas></div>
-  <div class="pair small"><span>attacked picture</span><span>change x 16</span></div><div class="margin"></div>
-  <div class="stored"></div></figure>`).join("");
+  <div class="pair small"><span>attacked picture</span><span>change x 16</span></div><div class="margin"></div></figure>`).join("");
+$("bars").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
+  <figcaption>${TITLE[name]}</figcaption><div class="stored"></div></figure>`).join("");
 
 for (const id of ["network", "kind", "form"]) listen(id, String);
 for (const id of ["scene", "amount", "n_iter", "eps"]) listen(id, Number);
