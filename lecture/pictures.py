@@ -160,7 +160,8 @@ def draw_idea():
     show(image, corrupted[0], "noise in six patches")
     show(wish, hit[0].double().view(8, 8), "S should be")
     show(found, torch.full((8, 8), math.nan), "S is")
-    found.text(3.5, 3.5, "?", ha="center", va="center", fontsize=40, color="0.5")
+    found.set_facecolor((0.5, 0.5, 0.5, 0.15))
+    found.text(4.5, 1.5, "?", ha="center", va="center", fontsize=40, color="0.5")
     outline(image, hit[0], 32)
     for ax in (wish, found):
         outline(ax, hit[0])
