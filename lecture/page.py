@@ -78,7 +78,8 @@ def notebook_cells():
 
     kind: "markdown", "code", or "answer", code whose output is closed until a reader opens it.
     """
-    naive = re.search(r"^def naive_rpc.*?\n    return L[^\n]*", read("attention.py"), re.M | re.S)[0]
+    function = r"^def naive_rpc.*?\n    return L[^\n]*"
+    naive = re.search(function, read("attention.py"), re.M | re.S)[0]
     for i, text in enumerate(sections()):
         before, *rest = re.split(PICTURE, text)
         before, opened = without_opening(before)
@@ -86,7 +87,8 @@ def notebook_cells():
         for code in FIRST_CELLS if i == 0 else ():
             yield "code", code.replace("NAIVE_RPC", naive)
         for _, name, after in zip(*[iter(rest)] * 3):
-            yield "answer" if opened else "code", f"pictures.draw_{name}()"
+            kind = "answer" if opened else "code"
+            yield kind, f"pictures.draw_{name}()"
             after, next_opened = without_opening(after)
             yield "markdown", opened + after
             opened = next_opened
@@ -160,8 +162,12 @@ def truth():
     equal_cost` computes and stores them, so that the page needs no scipy.
     """
     stored = json.loads(read("lecture/pictures/numbers.json"))["equal_cost"]
-    return {name: {eps: [stored[f"{name} pgd {eps}/255 {end}"] for end in ("mean", "low", "high")]
-                   for eps in BUDGETS} for name in NETWORKS}
+    found = {name: {} for name in NETWORKS}
+    for name in NETWORKS:
+        for eps in BUDGETS:
+            key = f"{name} pgd {eps}/255"
+            found[name][eps] = [stored[f"{key} {end}"] for end in ("mean", "low", "high")]
+    return found
 
 
 def page_data():
@@ -243,12 +249,12 @@ def slides():
     """Return the slides as HTML; a printed slide also shows the section that has its picture."""
     shown = []
     attack = '<section id="attack"'
-    parts = dict(zip(("Live", "Live: attack"), live("index.html").split(attack)))
+    first, second = live("index.html").split(attack)
+    parts = {"Live": first, "Live: attack": attack + second}
     for text in read("lecture/slides.md").split("\n## ")[1:]:
         title, *rest = re.split(PICTURE, text)
         if title.strip() in parts:
-            part = parts[title.strip()]
-            shown.append(attack + part if shown and "attack" in title else part)
+            shown.append(parts[title.strip()])
             continue
         if rest:
             alt, name, said = rest

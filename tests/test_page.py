@@ -4,6 +4,7 @@ import base64
 import functools
 import html as html_text
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -85,7 +86,8 @@ def in_chromium(html, code, folder, width=None):
                 f'srcdoc="{html_text.escape(html)}"></iframe></body>')
     (folder / "page.html").write_text(html, encoding="utf-8")
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--test-type",
-               "--virtual-time-budget=600000", "--dump-dom", "--enable-logging=stderr",
+               "--no-first-run", "--disable-background-networking", "--disable-quic",
+               "--disable-component-update", "--disable-sync", "--virtual-time-budget=600000", "--dump-dom", "--enable-logging=stderr",
                "--window-size=1280,807", f"--user-data-dir={folder / 'profile'}",
                (folder / "page.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
@@ -506,6 +508,22 @@ def test_lecture_needs_neither_scipy_nor_matplotlib(command, tmp_path):
     code, _, err = finish(start(partial(without_packages, words), []))
     assert code == 0, err
     assert "page" not in command or len(list(tmp_path.iterdir())) == 1
+
+
+def test_texts_are_read_as_utf_8(tmp_path):
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
+           "PYTHONIOENCODING": "utf-8"}
+    for flags in (["lecture.page", "--out_dir", str(tmp_path)], ["lecture.exercises", "7"]):
+        command = [sys.executable, "-X", "utf8=0", "-m", *flags]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert "Unicode" not in done.stderr, done.stderr[-500:]
+    assert "µ" in (tmp_path / "index.html").read_text(encoding="utf-8")
+
+
+def test_notebook_goes_to_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT / "lecture/exercises")
+    exec(page_maker.FIRST_CELLS[0], {})
+    assert Path.cwd() == ROOT
 
 
 def test_page_fetches_nothing_and_its_links_and_labels_fit(page):

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from data.shapes import load_shapes
+from eval_robust import ATTACKS
 from processes import run_command
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
          *sorted(ROOT.glob("studies/**/README.md"))]
@@ -105,6 +106,25 @@ def test_commands_run_in_order(section, tree, done):
             done.append(words)
             code, out, err = run_command(tree, [*words, *small, *device])
             assert code == 0, (words, out, err)
+
+
+def test_page_is_short_and_its_results_have_links():
+    assert len(README.split()) <= 2000
+    table = README.split("## What we found")[1].split("\n\n")[2].splitlines()[2:]
+    results = [row.strip("| ").split(" | ")[1] for row in table]
+    assert len(results) == 5
+    for result in results:
+        shown, link = re.fullmatch(r"(.*) \(\[[^]]+\]\(([^)#]+).*\)\)", result).groups()
+        assert len(shown.split()) <= 20 and (ROOT / link).exists(), result
+    for block in re.findall(r"^```\w*\n(.*?)^```$", README, re.S | re.M):
+        assert max(map(len, block.splitlines())) <= 100, block
+
+
+def test_attacks_are_counted():
+    adaptive = {name for name in ATTACKS if name.startswith("adaptive_")}
+    attacks = ATTACKS.keys() - adaptive - {"noise", "pgd_restarts"}
+    words = {3: "three"}[len(adaptive)]
+    assert f"{len(attacks)} attacks, {words} of which also have adaptive forms" in README
 
 
 def test_snippets_run_as_printed(tmp_path, monkeypatch):

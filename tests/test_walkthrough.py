@@ -81,6 +81,15 @@ def test_hour_takes_fifty_minutes_as_planned():
     assert sum(counted) <= 50 == float(planned[-1][1])
 
 
+def test_every_minute_names_its_slide():
+    plan = TEACHING.split("## Minute by minute")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([\d.]+) \| ([\d, ]*) \|", plan, re.M)
+    starts = [float(minute) for minute, _ in rows]
+    slides = [int(slide) for _, shown in rows for slide in re.findall(r"\d+", shown)]
+    assert starts == sorted(starts) and starts[-1] < 50
+    assert slides == list(range(1, SLIDES.count("\n## ")))           # the last is for questions
+
+
 def test_answers_stand_in_closed_details():
     hour = TEXT.split("*Here the hour ends.*")[0]
     closed = re.sub(r"<details>.*?</details>", "", hour, flags=re.S)
