@@ -230,17 +230,26 @@ def mapped(layer, W):
     return v - layer.heads.S @ v if layer.scaled else v
 
 
-def fit_values(score, pieces):
-    """Fit W by Adam such that v = x W + b has the largest mean score on these Layers."""
+def fit_values(score, pieces, rounds=None, skipped=None):
+    """Fit W by Adam such that v = x W + b has the largest mean score on these Layers.
+
+    rounds: epochs over the Layers (default: ROUNDS). skipped: a list that receives (step, head) of
+    gradients that are not finite; this head's gradient is 0 in this step.
+    """
     dv, (_, heads, _, _), width = pieces[0].dv, pieces[0].heads.k.shape, pieces[0].heads.x.shape[-1]
     random = torch.Generator().manual_seed(1)
     W = torch.randn(heads, width + 1, dv, generator=random, dtype=torch.float64) / width ** 0.5
     W.requires_grad_()
     optimizer = torch.optim.Adam([W], lr=0.03)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS * len(pieces))
-    for layer in pieces * ROUNDS:
+    rounds = rounds or ROUNDS
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds * len(pieces))
+    for step, layer in enumerate(pieces * rounds):
         optimizer.zero_grad()
         (-score(layer, mapped(layer, W)[None]).mean()).backward()
+        bad = ~W.grad.isfinite().all(-1).all(-1)                # of long keys, QR's gradient
+        W.grad[bad] = 0
+        if skipped is not None:
+            skipped += [(step, head) for head in bad.nonzero()[:, 0].tolist()]
         optimizer.step()
         schedule.step()
     return W.detach()

@@ -46,6 +46,18 @@ def value_axes(span, v):
     return span.F.mT @ ((span.n - span.n.amax(-1, keepdim=True)).exp()[..., None] * v)
 
 
+def query_coordinates(span, q, k):
+    """Return the coordinates of psi(q_i) in the span of the keys' features, (..., M, R).
+
+    |psi(q_i)| = 1, so the squared length of the coordinates on some axes is the share of |phi(q)|^2
+    that lies on these axes.
+    """
+    n = q.square().sum(-1) / (2 * q.shape[-1] ** 0.5)
+    dots = (log_kernel(q, k) - n[..., :, None] - span.n[..., None, :]).clamp(max=0).exp()
+    size = span.F.square().sum(-2, keepdim=True)
+    return dots @ span.F / torch.where(size > 0, size, torch.inf)           # F's pseudo-inverse
+
+
 def principal_axes(span):
     """Return the axes u_1, u_2, ... in rows, (..., N, R).
 
