@@ -8,13 +8,20 @@ If robust PCA works inside attention, then K = L + S, and S is large at corrupte
 patches of each test image are corrupted. The score of a patch token is the sum of |S| over heads
 and channels of layer 0, after each PAP step. AUC is the probability that a corrupted patch has a
 higher score than another patch of its image, averaged over images; chance is 0.5. S is compared
-with three scores that need no trained S: |k| of the token, its distance from the mean key of the
-image, and the S that PAP computes from the keys of a symmetric network. Accuracy is measured on the
-same corrupted images.
+with scores of the same keys that need no trained S:
+
+    |k|, distance       the length of the key; its distance from the mean key of the image
+    robust PCA          S of real robust PCA, attention.robust_pca. It differs from PAP in one line:
+                        it shrinks singular values where PAP attends to V
+    residual of PCA     what the leading directions of the keys leave; "equal rank": as many
+                        directions as L of robust PCA has after its first step
+
+If the network has no RPC-Attention, PAP runs on its keys, too. Accuracy is measured on the same
+corrupted images.
 
 On clean images the study also measures the residual |K - S - L| / |K|, which is 0 at the end of
 ADMM. It also measures |S| / |K|, because a small residual means nothing if S contains all of K.
-The rank correlation of the scores S and |k| over the patches of an image shows whether S follows
+The rank correlation of a score and |k| over the patches of an image shows whether the score follows
 the length of the key.
 """
 
@@ -27,14 +34,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import layer_inputs, rpc_attention
+from attention import layer_inputs, robust_pca, rpc_attention
 from results import kind_of
 from studies import probe
-from studies.stats import scipy_stats, spread
+from studies.stats import holm, paired_t, scipy_stats, show, show_p, spread
 from robust.patches import corrupt_patches
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
+RANKS = (1, 4, 8)                       # of the residual of PCA
+PAP, ROBUST, EQUAL = "S, step 4", "robust PCA, step 1", "residual of PCA, equal rank"
+PRIMARY_KINDS = ("noise", "adversarial")
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -54,6 +64,35 @@ def key_scores(k):
     """
     keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
     return {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
+
+
+def pca_residual(k, rank):
+    """Return what the first directions of the keys of each head leave of the centred keys.
+
+    k: (B, H, N, D). rank: a number of directions, or (B, H) numbers. Returns (B, H, N, D).
+    """
+    centred = k - k.mean(-2, keepdim=True)
+    _, _, directions = torch.linalg.svd(centred, full_matrices=False)       # (B, H, D, D), in rows
+    number = torch.arange(directions.shape[-2])
+    first = number < torch.as_tensor(rank)[..., None]                       # (B, H, D)
+    kept = directions * first[..., None]
+    return centred - centred @ kept.mT @ kept
+
+
+def robust_parts(k):
+    """Split the keys of each head by real robust PCA and by PCA; K without its low-rank part.
+
+    k: (B, H, N, D). Returns {score: (B, H, N, D)} and the rank of L after the first step, (B, H).
+    """
+    k = k.double()
+    steps = []
+    robust_pca(k, n_iter=4, trace=steps)
+    parts = {ROBUST: steps[0]["S"], "robust PCA, step 4": steps[3]["S"]}
+    rank = torch.linalg.matrix_rank(steps[0]["L"], rtol=1e-9)
+    parts[EQUAL] = pca_residual(k, rank)
+    for r in RANKS:
+        parts[f"residual of PCA, rank {r}"] = pca_residual(k, r)
+    return parts, rank
 
 
 def auroc(score, positive):
@@ -100,24 +139,55 @@ def residuals(k, steps):
     return found
 
 
+def scores_of(k, steps):
+    """Return all scores of the patches of images, {score: (B, N - 1)}.
+
+    k: the keys of layer 0, (B, H, N, D). steps: the steps of PAP.
+    """
+    scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
+    scores |= key_scores(k)
+    parts, _ = robust_parts(k)
+    for name, part in parts.items():
+        scores[name] = location(part)
+    return scores
+
+
+def rank_correlations(scores, kind):
+    """Compute the rank correlation of every score with |k|: {measure: (B,)}."""
+    found = {}
+    for score, values in scores.items():
+        if score != "|k|":
+            name, comma, detail = score.partition(", ")
+            measure = f"{kind}: rank correlation of {name} and |k|{comma}{detail}"
+            found[measure] = rank_correlation(values, scores["|k|"])
+    return found
+
+
 @torch.no_grad()
 def examine(model, images, labels, kinds):
-    """Measure residuals, AUC and accuracy of a model: {measure: (B,)}."""
+    """Measure residuals, AUC, rank correlations and accuracy of a model: {measure: (B,)}."""
     clean_k, steps = first_layer(model, images)
-    lengths = key_scores(clean_k)["|k|"]
+    scores = scores_of(clean_k, steps)
+    lengths = scores["|k|"]
     found = residuals(clean_k, steps)
+    found |= rank_correlations(scores, "clean")
+    parts, rank = robust_parts(clean_k)
+    found["clean: rank of L, robust PCA, step 1"] = rank.double().mean(1)
+    for name in (ROBUST, "robust PCA, step 4"):
+        found[f"clean: nonzero share of S, {name}"] = (parts[name] != 0).double().mean((1, 2, 3))
     for i, step in enumerate(steps, 1):
-        name = f"clean: rank correlation of S and |k|, step {i}"
-        found[name] = rank_correlation(location(step["S"]), lengths)
+        nonzero = (step["S"] != 0).double().mean((1, 2, 3))
+        found[f"clean: nonzero share of S, step {i}"] = nonzero
     found["clean: accuracy"] = model(images).argmax(1) == labels
+
     for kind in kinds:
         x, hit = corrupt_patches(images, kind, model.config.patch_size, model=model, labels=labels)
-        k, steps = first_layer(model, x)
-        scores = {f"S, step {i}": location(step["S"]) for i, step in enumerate(steps, 1)}
-        for name, score in (scores | key_scores(k)).items():
+        scores = scores_of(*first_layer(model, x))
+        for name, score in scores.items():
             found[f"{kind}: AUC of {name}"] = auc(score, hit)
-        found[f"{kind}: |k| / clean |k|"] = ((key_scores(k)["|k|"] * hit).sum(1)
-                                             / (lengths * hit).sum(1))
+        found |= rank_correlations(scores, kind)
+        length = (scores["|k|"] * hit).sum(1)
+        found[f"{kind}: |k| / clean |k|"] = length / (lengths * hit).sum(1)
         found[f"{kind}: accuracy"] = model(x).argmax(1) == labels
     return found
 
@@ -129,33 +199,86 @@ def checkpoint_row(path, args):
     model, checkpoint = probe.load_model(path)
     images, labels = probe.load_test_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
-    return dict(run=path, step=checkpoint["step"], images=args.images, kinds=args.kinds,
-                network=kind_of(model.config),
-                seed=checkpoint["args"]["seed"],
-                values={name: round(x.double().mean().item(), 5) for name, x in values.items()})
+    means = {name: round(x.double().mean().item(), 5) for name, x in values.items()}
+    flags = checkpoint["args"]
+    return dict(run=path, step=checkpoint["step"], epochs=flags.get("epochs"), images=args.images,
+                kinds=args.kinds, network=kind_of(model.config), seed=flags["seed"], values=means,
+                hardware=common.origin(torch.device("cpu"))["hardware"])
+
+
+def group_name(row):
+    """Return the network of a row; networks that were not trained for 8 epochs name their epochs.
+    """
+    epochs = row.get("epochs") or 8                     # the earliest rows have no epochs
+    return row["network"] if epochs == 8 else f"{row['network']}, {epochs} epochs"
 
 
 def over_seeds(rows):
     """Sort the values of rows into {(network, training step): {measure: [one value per seed]}}."""
     groups = {}
     for row in rows:
-        group = groups.setdefault((row["network"], row["step"]), {})
+        group = groups.setdefault((group_name(row), row["step"]), {})
         for name, value in row["values"].items():
             group.setdefault(name, {})[row["seed"]] = value     # the last row of a seed counts
-    return {at: {name: list(of.values()) for name, of in group.items()}
-            for at, group in groups.items()}
+    lists = {}
+    for at, group in groups.items():
+        lists[at] = {name: list(by_seed.values()) for name, by_seed in group.items()}
+    return lists
+
+
+def last_steps(groups):
+    """Return {network: its last training step}."""
+    return {network: step for network, step in sorted(groups, key=lambda at: at[1])}
 
 
 def auc_table(groups):
     """Format as Markdown: one row per measure, one column per network (trained and untrained)."""
-    last = {network: step for network, step in sorted(groups, key=lambda at: at[1])}
-    columns = [*last.items(), *((n, 0) for n in last if last[n] and (n, 0) in groups)]
+    last = last_steps(groups)
+    columns = [*last.items()]
+    columns += [(network, 0) for network in last if last[network] and (network, 0) in groups]
+    names = dict.fromkeys(name for at in columns for name in groups[at])
     body = []
-    for name in dict.fromkeys(name for at in columns for name in groups[at]):
-        values = [groups[at].get(name, []) for at in columns]
-        body.append([name, *(f"{spread(x, '.3f')} ({len(x)})" if x else "" for x in values)])
-    return common.table(body, ["mean ± standard deviation (seeds)",
-                               *(f"{n}{'' if step else ', untrained'}" for n, step in columns)])
+    for name in names:
+        cells = []
+        for at in columns:
+            values = groups[at].get(name, [])
+            cells.append(f"{spread(values, '.3f')} ({len(values)})" if values else "")
+        body.append([name, *cells])
+    titles = [f"{network}{'' if step else ', untrained'}" for network, step in columns]
+    return common.table(body, ["mean ± standard deviation (seeds)", *titles])
+
+
+def difference(group, kind, first, second):
+    """Subtract the AUC of two scores, seed by seed: a Difference over networks."""
+    first, second = (group[f"{kind}: AUC of {score}"] for score in (first, second))
+    return paired_t([a - b for a, b in zip(first, second)])
+
+
+def primary(group):
+    """Return the primary differences of a group: {kind: (Difference, p after Holm's correction)}.
+
+    The difference is the AUC of robust PCA (1 step) minus the AUC of S (PAP step 4).
+    """
+    found = {kind: difference(group, kind, ROBUST, PAP) for kind in PRIMARY_KINDS}
+    p = holm({kind: d.p for kind, d in found.items()})
+    return {kind: (d, p[kind]) for kind, d in found.items()}
+
+
+def primary_table(groups):
+    """Format robust PCA (1 step) minus other scores as Markdown; "" without such rows."""
+    body = []
+    for network, step in last_steps(groups).items():
+        group = groups[network, step]
+        if f"noise: AUC of {ROBUST}" not in group or f"noise: AUC of {PAP}" not in group:
+            continue
+        for kind in [kind for kind in KINDS if f"{kind}: AUC of {ROBUST}" in group]:
+            gaps = [show(difference(group, kind, ROBUST, other), 3)
+                    for other in (PAP, EQUAL, "|k|", "distance")]
+            body.append([network, kind, *gaps])
+    if not body:
+        return ""
+    return common.table(body, ["network", "AUC of robust PCA, step 1, minus", PAP, EQUAL, "|k|",
+                               "distance"])
 
 
 def main(argv=None):
@@ -173,11 +296,17 @@ def main(argv=None):
     args = p.parse_args(argv)
     if not args.rows.is_file():
         raise common.InputError(f"--rows {args.rows}: no such file; expected rows written by --out")
-    rows = [checkpoint_row(path, args) for path in tqdm(args.ckpt, "checkpoints", disable=None)]
-    if args.out:
-        with open(args.out, "a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-    print(auc_table(over_seeds(rows or common.read_log(args.rows))))
+    rows = []
+    for path in tqdm(args.ckpt, "checkpoints", disable=None):
+        rows.append(checkpoint_row(path, args))
+        if args.out:                                    # after each network: a stop loses nothing
+            with open(args.out, "a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+    groups = over_seeds(rows or common.read_log(args.rows))
+    print(auc_table(groups))
+    differences = primary_table(groups)
+    if differences:
+        print(f"\n{differences}")
 
 
 if __name__ == "__main__":

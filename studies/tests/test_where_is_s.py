@@ -3,11 +3,13 @@
 import json
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from attention import layer_inputs
+from kpca import pcp
 from robust.patches import corrupt_patches
 from studies import where_is_s
 from vit import ViT, ViTConfig
@@ -71,6 +73,52 @@ def test_measures_equal_a_hand_computation():
         assert found[f"white: AUC of {name}"].tolist() == pytest.approx(share)
     assert {f"noise: AUC of S, step {i}" for i in (1, 2, 3)} <= found.keys()
     assert "black: AUC of S, step 4" in where_is_s.examine(*small(attn="symmetric"), ["black"])
+
+
+def random_keys(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def test_robust_parts_equal_pcp_of_each_head():
+    k = random_keys(2, 2, 17, 8) + 3                        # robust PCA subtracts the mean key
+    parts, rank = where_is_s.robust_parts(k)
+    for image in range(2):
+        for head in range(2):
+            K = k[image, head] - k[image, head].mean(0)
+            for steps in (1, 4):
+                L, S = pcp(K, max_iter=steps)
+                mine = parts[f"robust PCA, step {steps}"][image, head]
+                torch.testing.assert_close(mine, S, atol=1e-9, rtol=0)
+                if steps == 1:
+                    assert rank[image, head] == np.linalg.matrix_rank(L.numpy(), tol=1e-9)
+
+
+def test_pca_residual_has_the_smallest_singular_values():
+    k = random_keys(1, 2, 17, 8) + 3
+    centred = k - k.mean(2, keepdim=True)
+    sigma = torch.linalg.svdvals(centred)
+    rank = torch.tensor([[0, 3]])
+    for residual, kept in ((where_is_s.pca_residual(k, 2), (2, 2)),
+                           (where_is_s.pca_residual(k, rank), (0, 3))):
+        for head, r in enumerate(kept):
+            left = torch.linalg.svdvals(residual[0, head])
+            torch.testing.assert_close(left[:8 - r], sigma[0, head, r:])
+            assert (left[8 - r:] < 1e-9).all()
+
+
+def test_primary_difference_is_paired_by_seed():
+    rows = []
+    for seed, (robust, pap) in enumerate([(0.9, 0.2), (0.8, 0.3), (0.7, 0.1)]):
+        values = {}
+        for kind in ("noise", "adversarial"):
+            values[f"{kind}: AUC of {where_is_s.ROBUST}"] = robust
+            values[f"{kind}: AUC of {where_is_s.PAP}"] = pap
+        rows.append(dict(network="rpc", step=9, seed=seed, values=values))
+    long = dict(rows[0], epochs=24, step=27)
+    groups = where_is_s.over_seeds([*rows, long])
+    d, p = where_is_s.primary(groups["rpc", 9])["noise"]
+    assert d.n == 3 and d.mean == pytest.approx(0.6) and p == pytest.approx(min(1, 2 * d.p))
+    assert ("rpc, 24 epochs", 27) in groups
 
 
 def save(path, seed, step, **config):
