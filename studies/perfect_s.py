@@ -2,13 +2,15 @@
 
     python -m studies.perfect_s                                 # tables of the stored rows
     python -m studies.perfect_s --ckpt out/shapes_rpc           # measure your own networks
+    python -m studies.perfect_s --contrast                      # the rows of the right contrast
     python -m studies.perfect_s --train perfect --seed 0 --out_dir out/trained-perfect_s0
 
 Each condition of `attend` changes the attention of a trained network, which is told the corrupted
 patches. So conditions are upper bounds, not defences. The study was planned in
 results/perfect_s/plan.md. The planned differences are condition minus "as trained". But a perfect S
-is 0 at intact patches, and a trained network needs its S there. So the tables also show perfect S
-minus "S empty": these two conditions differ at the corrupted patches only.
+is 0 at intact patches, and a trained network needs its S there. So two contrasts change S at the
+corrupted patches only: perfect S minus "S empty", and "own S elsewhere" minus "as trained". They
+have a plan and rows of their own.
 """
 
 import argparse
@@ -25,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 import common
-from attention import SelfAttention, layer_inputs, rpc_attention, softmax_attention
+from attention import (SelfAttention, layer_inputs, rpc_attention, soft_threshold,
+                       softmax_attention)
 from data.augment import augment_uint8, to_float
 from data.rng import PATCH_PLACES, PATCH_VALUES, epoch_order, uniform
 from data.shapes import load_shapes
@@ -35,12 +38,15 @@ from studies.stats import NONE, crossed, holm, show, show_p, spread, unpack_bits
 from vit import SIZES, ViT, ViTConfig
 
 ROWS = Path(__file__).parent / "results/perfect_s/rows.jsonl"
+CONTRAST_ROWS = ROWS.with_name("contrast.jsonl")
 KINDS = "noise", "white", "black", "adversarial"
 PERFECT, LEFT_OUT = "perfect S on keys", "left out in every layer"
-EMPTY = "S empty"
-WITH_S = EMPTY, PERFECT, "perfect S on keys and values"          # conditions of networks with PAP
+EMPTY, OWN = "S empty", "own S elsewhere"
+WITH_S = EMPTY, PERFECT, "perfect S on keys and values", OWN     # conditions of networks with PAP
 CONDITIONS = ("as trained", *WITH_S, "left out in layer 0", LEFT_OUT,
               "control: intact patches left out", "farthest patches left out")
+CONTRAST_CONDITIONS = "as trained", EMPTY, PERFECT, OWN, LEFT_OUT
+CONTRASTS = (PERFECT, EMPTY), (OWN, "as trained")       # they differ at corrupted patches only
 
 
 # --- conditions -----------------------------------------------------------------------------------
@@ -56,8 +62,12 @@ def attend(condition, hit, out, q, k, v, layer):
     pap = dict(layer.pap)
     if condition == EMPTY:
         pap["lambd"] = math.inf
-    elif condition in WITH_S:                       # S is all of x at corrupted patches, else 0
-        pap["shrink"] = lambda x, tau: x * hit[:, None]
+    elif condition in WITH_S:
+        def shrink(x, tau):                         # S is all of x at corrupted patches
+            elsewhere = soft_threshold(x, tau) if condition == OWN else torch.zeros_like(x)
+            return torch.where(hit[:, None], x, elsewhere)
+
+        pap["shrink"] = shrink
         if condition == "perfect S on keys and values":
             v = v * ~hit[:, None]
     return rpc_attention(k, v, **pap, keep=keep)
@@ -107,16 +117,17 @@ def outcomes(model, images, labels, hit, condition):
         return model(images).argmax(1) == labels
 
 
-def measure(path, n):
+def measure(path, n, conditions=CONDITIONS):
     """Yield a row for each corruption and condition of a checkpoint."""
     model, checkpoint = probe.load_model(path)
-    arm, _, seed = (Path(path).name if Path(path).is_dir() else Path(path).stem).rpartition("_s")
+    name = Path(path).name if Path(path).is_dir() else Path(path).stem
+    arm, _, seed = name.rpartition("_s")
     scenes = load_shapes("test", n)
     images, labels = scenes.images.float() / 255, scenes.labels
     for kind in ("clean", *KINDS):
         x, hit = corrupt_patches(images, "noise" if kind == "clean" else kind,
                                  model.config.patch_size, model=model, labels=labels)
-        for condition in CONDITIONS:
+        for condition in conditions:
             if condition in WITH_S and model.config.attn != "rpc":
                 continue
             right = outcomes(model, images if kind == "clean" else x, labels, hit, condition)
@@ -232,12 +243,51 @@ def adjusted(found):
 def empty_table(found, arm):
     """Format as Markdown: both kinds of perfect S minus "S empty" of an arm. Not planned."""
     body = []
-    for condition in WITH_S[1:]:
+    for condition in (PERFECT, "perfect S on keys and values"):
         row = [condition]
         for kind in ("clean", *KINDS):
             row.append(show(gap(found, (arm, kind, condition), (arm, kind, EMPTY))))
         body.append(row)
     return common.table(body, ["minus S empty, points", "clean", *KINDS])
+
+
+def contrasts(found):
+    """Return the contrasts of the plan: {(arm, kind, condition, base): (Difference, p)}.
+
+    p is after Holm's correction over all 16 tests of the plan, also if rows are missing. Clean
+    images are no test: their p is nan.
+    """
+    keys = [(arm, kind, *pair) for arm in ("rpc4-l1", "rpc2-all") for kind in ("clean", *KINDS)
+            for pair in CONTRASTS]
+    differences = {}
+    for arm, kind, condition, base in keys:
+        differences[arm, kind, condition, base] = gap(found, (arm, kind, condition),
+                                                      (arm, kind, base))
+    tested = {key: d.p for key, d in differences.items() if key[1] != "clean"}
+    p = holm({key: 1.0 if math.isnan(value) else value for key, value in tested.items()})
+    return {key: (d, p.get(key, math.nan)) for key, d in differences.items()}
+
+
+def contrast_tables(found):
+    """Format the accuracies and the contrasts of the new networks as Markdown."""
+    tested = contrasts(found)
+    body = []
+    for arm in dict.fromkeys(arm for arm, _, _ in found):
+        seeds = found[arm, "clean", "as trained"]
+        for condition in CONTRAST_CONDITIONS:
+            cells = []
+            for kind in ("clean", *KINDS):
+                values = [right.mean() for right in found[arm, kind, condition].values()]
+                cells.append(spread(values))
+            body.append([f"{arm} ({len(seeds)}), {condition}", *cells])
+        for condition, base in CONTRASTS:
+            cells = []
+            for kind in ("clean", *KINDS):
+                d, p = tested[arm, kind, condition, base]
+                text = show(d, bold=p < 0.05)
+                cells.append(text if math.isnan(p) else f"{text}<br>p {show_p(p)}")
+            body.append([f"{arm}, {condition} minus {base}", *cells])
+    return common.table(body, ["accuracy in %, differences in points", "clean", *KINDS])
 
 
 def tables(found):
@@ -278,6 +328,8 @@ def main(argv=None):
     flag("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
     flag("--images", type=int, default=1000, help="number of test images (default: 1000)")
     flag("--out", type=Path, help="append the rows of --ckpt to this file")
+    flag("--contrast", action="store_true",
+         help="measure only the conditions of the right contrast; without --ckpt, print its rows")
     flag("--train", choices=["perfect", "own"],
          help="train a network on corrupted patches, with perfect S or with the S of PAP")
     flag("--seed", type=int, default=0, help="seed of --train")
@@ -285,15 +337,20 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.train:
         return train(args.train, args.seed, args.out_dir)
+    conditions = CONTRAST_CONDITIONS if args.contrast else CONDITIONS
     for path in args.ckpt:
-        rows = list(measure(path, args.images))
+        rows = list(measure(path, args.images, conditions))
         if args.out:
             with open(args.out, "a") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
         else:
-            print(common.table([[row["kind"], row["condition"], row["accuracy"]] for row in rows],
-                               [path, "condition", "accuracy in %"]))
-    if not args.ckpt:
+            body = [[row["kind"], row["condition"], row["accuracy"]] for row in rows]
+            print(common.table(body, [path, "condition", "accuracy in %"]))
+    if args.ckpt:
+        return
+    if args.contrast:
+        print(contrast_tables(read_rows(CONTRAST_ROWS)))
+    else:
         print(tables(read_rows()))
 
 

@@ -50,6 +50,44 @@ def test_perfect_S_contains_only_the_corrupted_keys():
                                under(model, "S empty", x, none))
 
 
+def test_own_S_elsewhere_differs_at_corrupted_patches_only():
+    model, images, _ = small(**RPC)
+    x, hit = corrupt_patches(images, "noise", 2)
+    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
+    steps = {}
+    for condition in ("as trained", perfect_s.OWN, perfect_s.PERFECT):
+        steps[condition] = []
+        for layer in layers:
+            layer.pap = {**layer.pap, "trace": steps[condition]}
+        under(model, condition, x, hit)
+    own, mixed, perfect = (parts[0]["S"][:, :, 1:] for parts in steps.values())  # step 1, layer 0
+    where = hit[:, None, :, None]
+    torch.testing.assert_close(mixed, torch.where(where, perfect, own))
+    assert own.abs().sum() > 0 and not torch.equal(mixed, own)
+    none = torch.zeros_like(hit)
+    torch.testing.assert_close(under(model, perfect_s.OWN, x, none), model(x))
+
+
+def test_contrasts_are_tested_together():
+    g = torch.Generator().manual_seed(0)
+    found = {}
+    for arm in ("rpc4-l1", "rpc2-all"):
+        for kind in ("clean", *perfect_s.KINDS):
+            for condition in perfect_s.CONTRAST_CONDITIONS:
+                shift = 30 if condition == perfect_s.PERFECT and kind == "white" else 0
+                right = {seed: (100 * torch.rand(40, generator=g) + shift).numpy()
+                         for seed in range(3)}
+                found[arm, kind, condition] = right
+    tested = perfect_s.contrasts(found)
+    assert len(tested) == 20                        # 16 tests, and 4 differences on clean images
+    d, p = tested["rpc4-l1", "white", perfect_s.PERFECT, perfect_s.EMPTY]
+    gaps = [found["rpc4-l1", "white", perfect_s.PERFECT][s].mean()
+            - found["rpc4-l1", "white", perfect_s.EMPTY][s].mean() for s in range(3)]
+    assert d.mean == pytest.approx(sum(gaps) / 3) and d.p <= p <= 16 * d.p
+    assert tested["rpc4-l1", "clean", perfect_s.PERFECT, perfect_s.EMPTY][1] != p
+    assert "| rpc2-all, own S elsewhere minus as trained" in perfect_s.contrast_tables(found)
+
+
 def test_control_leaves_out_as_many_intact_patches():
     model, images, _ = small(**RPC)
     x, hit = corrupt_patches(images, "noise", 2)
