@@ -68,7 +68,8 @@ def top_eigh(matrix, d):
 
 def theorem_1(q, k, d):
     """Return both sides of Theorem 1: projections on d axes and attention outputs, (M, d) each."""
-    E, g_k = kernel(k, k), g(k, k)
+    E = kernel(k, k)
+    g_k = g(k, k)
     sigma, U = top_eigh(centre(E / (g_k * g_k.mT)), d)                      # Eq. 11
     a = U / sigma.sqrt()                                                    # so that |u_d| = 1
     v = (a - a.mean(0)) / g_k                                               # Thm. 1
@@ -85,7 +86,8 @@ def features(x, k):
 
 def project_features(q, k, d):
     """Compute the projections of `theorem_1` from the features themselves, up to signs: (M, d)."""
-    N, phi = len(k), features(k, k)
+    N = len(k)
+    phi = features(k, k)
     phi = phi - phi.mean(0)                                                 # Eq. 4
     lam, u = top_eigh(phi.mT @ phi / N, d)                                  # Eq. 5
     a = phi @ u / (N * lam)                                                 # Eq. 6
@@ -132,8 +134,9 @@ def log_gram(k):
 
 def key_scale(k):
     """Return log g(k_j), (..., N), and c, (..., 1). The largest diagonal entry of e^c G is 1."""
-    s, lg = log_kernel(k, k), log_g(k, k)
-    return lg, (2 * lg - s.diagonal(dim1=-2, dim2=-1)).amin(-1, keepdim=True)
+    lg = log_g(k, k)
+    log_diagonal = log_kernel(k, k).diagonal(dim1=-2, dim2=-1) - 2 * lg     # of G
+    return lg, -log_diagonal.amax(-1, keepdim=True)
 
 
 class Axes(NamedTuple):
@@ -147,12 +150,18 @@ class Axes(NamedTuple):
 
 
 def kernel_pca(k):
-    """Solve the eigenvalue problem of the centred Gram matrix of every head: keys k to Axes."""
+    """Solve the eigenvalue problem of the centred Gram matrix of every head: keys k to Axes.
+
+    k: (..., N, D). The result is float64 also if k is float32, because eigenvalues of long keys
+    differ by more than 1e7.
+    """
+    k = k.double()
     lg, c = key_scale(k)
     N = k.shape[-2]
     G = centre((log_gram(k) + c[..., None]).exp())
     sigma, U = top_eigh(G, N)
-    U = U * U.gather(-2, U.abs().argmax(-2, keepdim=True)).sign()           # largest entry is > 0
+    largest = U.abs().argmax(-2, keepdim=True)
+    U = U * U.gather(-2, largest).sign()                                    # largest entry is > 0
 
     # Remark 2 allows N axes at most. Centring removes one axis, and rounding removes more axes if
     # keys are long.
@@ -195,12 +204,20 @@ def projection_loss(log_phi2, h):
     |h|^2 and their difference; above, the share of tokens with |h|^2 > |phi(q)|^2; rel_phi and
     rel_h, |J| / phi2 and |J| / h2.
     """
-    phi2, h2 = log_phi2.clamp(max=700).exp(), h.square().sum(-1)            # (..., M)
-    m_phi, m_h = phi2.mean(-1), h2.mean(-1)
+    phi2 = log_phi2.clamp(max=700).exp()                                    # (..., M)
+    h2 = h.square().sum(-1)                                                 # (..., M)
+    mean_phi2 = phi2.mean(-1)
+    mean_h2 = h2.mean(-1)
     log_mean = log_phi2.logsumexp(-1) - math.log(log_phi2.shape[-1])
-    ratio = (m_h.log() - log_mean).clamp(-700, 700).exp()
-    return {"J": m_phi - m_h, "phi2": m_phi, "h2": m_h, "above": (h2 > phi2).double().mean(-1),
-            "rel_phi": (1 - ratio).abs(), "rel_h": (1 - 1 / ratio).abs()}
+    ratio = (mean_h2.log() - log_mean).clamp(-700, 700).exp()
+    return {
+        "J": mean_phi2 - mean_h2,
+        "phi2": mean_phi2,
+        "h2": mean_h2,
+        "above": (h2 > phi2).double().mean(-1),
+        "rel_phi": (1 - ratio).abs(),
+        "rel_h": (1 - 1 / ratio).abs(),
+    }
 
 
 def a_hat(v, log_g, scaled=False):
@@ -229,36 +246,52 @@ def ritz(axes, a):
     """
     Q = basis(a)
     rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
-    return Q @ turn * (rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1])[..., None, :]
+    resolved = rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1]
+    resolved = resolved & (axes.rank > 0)[..., None]            # rank 0: G~ is a rounding error
+    return Q @ turn * resolved[..., None, :]
 
 
 def eigen_cosine(axes, a):
     """Return the cosine between each column of a and G~ a, (..., Dv): 1 only for eigenvectors."""
-    Ga, length = axes.G @ a, a.norm(dim=-2)
+    Ga = axes.G @ a
+    length = a.norm(dim=-2)
     return (a * Ga).sum(-2) / length.square() * length / Ga.norm(dim=-2)
 
 
 # --- robust PCA (App. D) --------------------------------------------------------------------------
 
-def pcp(M, tol=1e-7, max_iter=1000):
+def pcp(M, tol=1e-7, max_iter=None):
     """Run principal component pursuit, which PAP imitates: min ||L||_* + lambd ||S||_1, L + S = M.
 
     M: (N, D). Returns (L, S), each (N, D) float64. Source: the ADMM of Candes et al. 2011, with
     their lambd and mu; each step updates L before S. Line 4 of the paper's Algorithm 2 has mu, not
     1/mu, and -Y/mu, not +Y/mu; as printed, it diverges.
+    tol: the steps end when |M - L - S| and the change of S are at most tol |M|. The first condition
+    alone is not enough: with one gross error in M, the sum is right long before the parts are.
+    max_iter: return the parts after this many steps at the latest. The default is no limit, but a
+    ValueError after 10,000 steps.
     """
     M = M.double()
     N, D = M.shape
     lambd = 1 / math.sqrt(max(N, D))
     mu = N * D / (4 * M.abs().sum().clamp_min(1e-300))
-    S, Y = torch.zeros_like(M), torch.zeros_like(M)                         # Alg. 2, line 1
-    for _ in range(max_iter):                                               # Alg. 2, line 2
+    S = torch.zeros_like(M)                                                 # Alg. 2, line 1
+    Y = torch.zeros_like(M)
+    for _ in range(max_iter or 10_000):                                     # Alg. 2, line 2
+        last_S = S
         U, sigma, Vt = torch.linalg.svd(M - S + Y / mu, full_matrices=False)
         L = (U * soft_threshold(sigma, 1 / mu)) @ Vt                        # Alg. 2, line 4
         S = soft_threshold(M - L + Y / mu, lambd / mu)                      # Alg. 2, line 3
         Y = Y + mu * (M - L - S)                                            # Alg. 2, line 5
-        if (M - L - S).norm() <= tol * M.norm():                            # Eq. 14
+        error = (M - L - S).norm()                                          # Eq. 14
+        change = (S - last_S).norm()
+        if max(error, change) <= tol * M.norm():
             break
+    else:
+        if max_iter is None:
+            raise ValueError(f"L and S still change after 10,000 steps, by {change:.1e}; expected "
+                             f"at most {tol:g} |M| = {tol * M.norm():.1e}. Scale M's gross errors "
+                             "down, raise tol, or choose max_iter")
     return L, S                                                             # Alg. 2, line 7
 
 
@@ -269,8 +302,11 @@ def hand_example():
     a = math.sqrt(math.sqrt(2) * math.log(2))                   # kernel values are powers of 2
     k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
     q = a * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
-    axes, E, G = kernel_pca(k), kernel(k, k), centre(log_gram(k).exp())
-    sigma, a_d = axes.sigma / axes.c.exp(), coefficients(axes, 3) * (axes.c / 2).exp()
+    axes = kernel_pca(k)
+    E = kernel(k, k)
+    G = centre(log_gram(k).exp())
+    sigma = axes.sigma / axes.c.exp()
+    a_d = coefficients(axes, 3) * (axes.c / 2).exp()
     yield "kernel values of k_1, first row of E", "2 1 1/2 1", E[0]
     yield "g(k_j), row sums of E", "9/2 9/2 9/2 9/2", g(k, k)[:, 0]
     yield "Gram matrix E / 4.5^2, first row", "8/81 4/81 2/81 4/81", log_gram(k).exp()[0]
@@ -280,7 +316,8 @@ def hand_example():
     V = theoretical_values(axes, 3)
     yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ E @ V)[0]
     yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()
-    h, expanded = attend(q, k, V), kernel_projections(q, k, axes, 3)
+    h = attend(q, k, V)
+    expanded = kernel_projections(q, k, axes, 3)
     yield "|h|^2 of attention to V (Eq. 9)", "0.1848 0.06 0", h.square().sum(-1)
     yield "  by kernel expansion (Eq. 8)", "0.1848 0.06 0", expanded.square().sum(-1)
     yield "J, projection error (Eq. 13)", "0.1291", projection_error(q, k, h)
@@ -292,14 +329,16 @@ def hand_example():
     yield "a for v = (1,0,0,0), times 4.5", "27/8 -9/8 -9/8 -9/8", 4.5 * a[:, 0]
     yield "  G~ a: not a multiple of a", "7/36 -1/36 -5/36 -1/36", 4.5 * (G @ a)[:, 0]
     yield "  gamma = G~ a / (N a)", "7/486 1/162 5/162 1/162", gammas
-    yield "  mean |gamma_i - gamma_j|, near 0,", "10/729", torch.pdist(gammas[:, None]).mean()
+    differences = torch.pdist(gammas[:, None])
+    yield "  mean |gamma_i - gamma_j|, near 0,", "10/729", differences.mean()
     yield "  but lambda_1 is not much larger", "1/54", sigma[0] / 4
     yield "  eig_cos^2, 1 for eigenvectors", "49/57", eigen_cosine(axes, a)[0].square()
 
 
 def difference(h, other):
     """Return the largest difference as text, divided by the largest |h|; an axis has any sign."""
-    return f"{((h.abs() - other.abs()).abs().max() / h.abs().max()).item():.1e}"
+    largest = (h.abs() - other.abs()).abs().max()
+    return f"{(largest / h.abs().max()).item():.1e}"
 
 
 def main():

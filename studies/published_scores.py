@@ -93,6 +93,7 @@ def exp_gammas(layer):
     """
     axes, d, N = layer.axes, min(layer.dv, layer.k.shape[-2]), layer.k.shape[-2]
     lam = axes.sigma[..., :d].mean(-1, keepdim=True) / N
+    lam = lam.where((axes.rank > 0)[..., None], math.nan)       # all keys are equal: no eigenvalue
 
     def numeric_or_nan(v):
         try:
@@ -177,9 +178,13 @@ def exp_similarities(layer):
     values = {source: v[:1] for source, v in layer.values.items()}          # one draw is enough
     values["KPCA"] = weights * turned(rows)
     by_row = values | {"KPCA": turned(rows)}                # weights > 0 do not change cosines
-    return {"optimal [R]": {of: optimal_cosine(v, rows)[0] for of, v in by_row.items()},
-            "CKA linear [R]": {of: cka(v, weights * rows) for of, v in values.items()},
-            "CKA kernel [R]": {of: kernel_cka(v, weights * rows) for of, v in values.items()}}
+    scores = {"optimal [R]": {of: optimal_cosine(v, rows)[0] for of, v in by_row.items()},
+              "CKA linear [R]": {of: cka(v, weights * rows) for of, v in values.items()},
+              "CKA kernel [R]": {of: kernel_cka(v, weights * rows) for of, v in values.items()}}
+    for sources in scores.values():                         # all keys are equal: no axis
+        for of, score in sources.items():
+            sources[of] = score.where(axes.rank > 0, math.nan)
+    return scores
 
 
 # --- the command ----------------------------------------------------------------------------------

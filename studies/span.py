@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from kpca import basis, kernel_pca, key_scale, log_kernel
+from kpca import ROUNDING, basis, kernel_pca, key_scale, log_kernel
 
 
 # --- coordinates ----------------------------------------------------------------------------------
@@ -26,6 +26,7 @@ class Span(NamedTuple):
     F: torch.Tensor                     # (..., N, R) psi(k_j); directions below 1e-12 are dropped
     X: torch.Tensor                     # (..., N, R) centred Phi(k_j) / g_j, times e^(c/2)
     n: torch.Tensor                     # (..., N) |k_j|^2 / (2 sqrt(D))
+    variance: torch.Tensor              # (...) sum of squares of X; NaN if it is a rounding error
 
 
 def key_span(k):
@@ -38,7 +39,18 @@ def key_span(k):
     F = U * size.sqrt()
     lg, c = key_scale(k)
     X = (n + (c / 2 - lg)).exp()[..., None] * F
-    return Span(F, X - X.mean(-2, keepdim=True), n)
+    centred = X - X.mean(-2, keepdim=True)
+    variance = resolved(centred.square().sum((-2, -1)), X.square().sum((-2, -1)), k.shape[-2])
+    return Span(F, centred, n, variance)
+
+
+def resolved(variance, uncentred, N):
+    """Return the variance of N keys' features, and NaN where it is only a rounding error.
+
+    If all keys are equal, centring leaves rounding errors, and every share of them is meaningless.
+    uncentred: the sum of squares before centring.
+    """
+    return variance.where(variance > N * ROUNDING * uncentred, torch.nan)
 
 
 def value_axes(span, v):
@@ -68,17 +80,22 @@ def principal_axes(span):
 
 
 def explained_variance(span, Q):
-    """Return EV = tr(P C) / tr C, (...): the share of the keys' variance in the subspace of Q."""
-    return (span.X @ Q).square().sum((-2, -1)) / span.X.square().sum((-2, -1)).clamp(min=1e-300)
+    """Return EV = tr(P C) / tr C, (...): the share of the keys' variance in the subspace of Q.
+
+    EV is NaN if the keys have no variance.
+    """
+    return (span.X @ Q).square().sum((-2, -1)) / span.variance
 
 
 def token_overlap(A, B):
     """Return the sum of cos^2 of the principal angles of two bases, divided by the smaller rank.
 
-    Chance is Dv/N.
+    Chance is Dv/N. The overlap is NaN if a basis is empty.
     """
     ranks = [Q.square().sum((-2, -1)) for Q in (A, B)]
-    return (A.mT @ B).square().sum((-2, -1)) / torch.minimum(*ranks).clamp(min=1)
+    smaller = torch.minimum(*ranks)                             # 0, or at least 1 up to rounding
+    total = (A.mT @ B).square().sum((-2, -1))
+    return total / smaller.clamp(min=1).where(smaller > 0.5, torch.nan)
 
 
 # --- a layer and its controls ---------------------------------------------------------------------

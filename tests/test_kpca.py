@@ -67,6 +67,40 @@ def test_pcp_agrees_with_golden(golden, how, end):
         assert_close(part, z[f"pcp/{name}{end}"], 0, 1e-10)
 
 
+@pytest.mark.parametrize("spike", [-100.0, -9999.0, -99999.0])
+def test_pcp_stops_when_its_parts_stop(spike):
+    left, right, _ = draw(0, N=60, D=3, M=80)
+    true = left @ right.mT
+    M = true.clone()
+    M[5, 7] = spike                                     # a sensor's fill value
+    L, S = pcp(M)
+    assert (L - true).norm() < 1e-3 * true.norm()
+    assert S[5, 7] == pytest.approx(spike - true[5, 7].item(), abs=0.1)
+
+
+def test_pcp_that_does_not_stop_is_an_error():
+    M = draw(0)[1]
+    with pytest.raises(ValueError, match="still change after 10,000 steps"):
+        pcp(M, tol=0)
+    pcp(M, tol=0, max_iter=3)                           # three steps are what the caller wants
+
+
+def test_float32_keys_give_float64_axes():
+    _, k, _ = draw(2, size=3.0)
+    single = kernel_pca(k.float())
+    exact = kernel_pca(k.float().double())
+    for ours, expected in zip(single, exact):
+        assert torch.equal(ours, expected) and ours.dtype != torch.float32
+
+
+def test_equal_keys_have_no_eigen_cosine():
+    _, k, v = draw(3)
+    axes = kernel_pca(k[:1].expand_as(k))
+    assert axes.rank == 0
+    cosines = kpca.eigen_cosine(axes, ritz(axes, kpca.a_hat(v, axes.log_g)))
+    assert cosines.isnan().all()
+
+
 @pytest.mark.parametrize("case", ["large0", "large1"])
 def test_long_keys_agree_with_golden(golden, case):
     z = cases(golden("kpca_large"))[case]
