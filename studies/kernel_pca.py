@@ -44,8 +44,8 @@ from data.shapes import load_shapes
 from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
                   log_phi2, projection_loss, ritz, theoretical_values)
 from studies.arms import call, into
-from studies.probe import (capture, load_model, load_test_images, parse_flags, points, print_table,
-                           read_csv, summarise, untrained, write_csv)
+from studies.probe import (capture, check_new, load_model, load_test_images, parse_flags, points,
+                           print_table, read_csv, summarise, untrained, write_csv)
 from studies.span import CONTROLS, Layer, explained_variance, token_overlap, value_axes
 from studies.stats import paired_t, scipy_stats, show, spread
 
@@ -166,7 +166,8 @@ def exp_capture(layer):
     """
     mu = layer.axes.sigma.clamp(min=0)
     ev = {source: explained_variance(layer.span, Q) for source, Q in layer.bases.items()}
-    ev["best"] = mu[..., :layer.dv].sum(-1) / mu.sum(-1).clamp(min=1e-300)
+    best = mu[..., :layer.dv].sum(-1) / mu.sum(-1).clamp(min=1e-300)
+    ev["best"] = best.where(layer.span.variance.isfinite(), math.nan)
     return {"EV": ev}
 
 
@@ -289,19 +290,23 @@ def examine_model(model, images, experiments, maps=None, draws=3):
 
 
 def run_experiments(args, experiments):
-    """Run experiments on every checkpoint, print their tables, write their CSV files."""
+    """Run experiments on every checkpoint, print their tables, append the rows to CSV files.
+
+    The rows of a checkpoint are written when they exist, so a stop loses no checkpoint. A CSV file
+    that has rows of this run and step already is an InputError.
+    """
+    paths = {name: args.out_dir / f"{name}.csv" for name in args.exp}
     experiments = {name: experiments[name] for name in args.exp}
-    rows = {name: [] for name in experiments}
     for run, step, model, images in points(args):
+        for path in paths.values():
+            check_new(path, run, step)
         found = examine_model(model, images, experiments)
         for name, experiment in experiments.items():
             own = summarise({key[1:]: t for key, t in found.items() if key[0] == name}, run, step)
             print_table(f"{name}: {run}, step {step}, {model.config.attn}, {len(images)} images; "
                         "mean ± standard error over them", inspect.cleandoc(experiment.__doc__),
                         own)
-            rows[name] += own
-    for name, own in rows.items():
-        write_csv(args.out_dir / f"{name}.csv", own)
+            write_csv(paths[name], own)
     print(f"\nCSV files in {args.out_dir}")
 
 
@@ -364,8 +369,9 @@ def trained(argv):
     scipy_stats()                                   # the tables need scipy: check before training
     for ckpt in args.ckpt:
         model, checkpoint = load_model(ckpt)
-        write_csv(args.out_dir / "taken.csv",
-                  stage_rows(model, checkpoint, ckpt.stem, checkpoint["step"]), "a")
+        path = args.out_dir / "taken.csv"
+        check_new(path, ckpt.stem, checkpoint["step"])
+        write_csv(path, stage_rows(model, checkpoint, ckpt.stem, checkpoint["step"]))
     if args.ckpt:
         return print(kpca_tables(args.out_dir))
     path = args.out_dir / "trained.csv"
@@ -376,7 +382,7 @@ def trained(argv):
             if (folder.name, step) not in {(row["run"], row["step"]) for row in read_csv(path)}:
                 model, checkpoint = stage(folder, attn, seed, step)
                 rows = stage_rows(model, checkpoint, folder.name, step, step == TRAINING_STAGES[-1])
-                write_csv(path, rows, "a")
+                write_csv(path, rows)
     print(kpca_tables(args.out_dir))
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from kpca import attend, log_g
+from kpca import ROUNDING, attend, log_g
 from studies.kernel_pca import (FITTED, exp_capture, exp_eigstats, exp_gamma, exp_jproj,
                                 exp_values, fit_values, mapped, turned)
 from studies.probe import Heads
@@ -250,6 +250,8 @@ def exp_truncation(layer):
             h = attend(layer.q, layer.k, v)
             part = with_constant(projection.attend(v, projection.rows(which, r)), h)
             size = (h - h.mean(-2, keepdim=True)).norm(dim=(-2, -1))
+            rounding = h.shape[-2] * ROUNDING * h.norm(dim=(-2, -1))
+            size = size.where(size > rounding, torch.nan)
             found[source] = (part - h).norm(dim=(-2, -1)) / size
         out[f"error on {r} axes"] = found
     return out

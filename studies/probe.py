@@ -167,16 +167,33 @@ def print_table(title, text, rows):
     print(f"\n=== {title}\n\n{text}\n\n{common.table(body, ['measure', 'layer', *sources])}")
 
 
-def write_csv(path, rows, mode="w"):
-    """Write dicts with equal keys as CSV, if there are any. mode "a" appends to the file."""
-    if rows:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = mode == "w" or not path.exists()
-        with open(path, mode, newline="") as f:
-            writer = csv.DictWriter(f, rows[0])
-            writer.writerows([dict(zip(rows[0], rows[0]))] * new)           # the header
-            writer.writerows({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()}
-                             for row in rows)
+def check_new(path, run, step):
+    """Raise InputError if a CSV file has rows of this run and step."""
+    for row in read_csv(path):
+        if (row["run"], row["step"]) == (run, step):
+            raise InputError(f"{path} already has rows of run {run}, step {step}; move the file, "
+                             "or give another --out_dir")
+
+
+def write_csv(path, rows):
+    """Append dicts with equal keys to a CSV file; a new file gets a header."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(rows[0])
+    new = not path.exists()
+    if not new:
+        with open(path, newline="") as f:
+            found = next(csv.reader(f), [])
+        if found != columns:
+            raise InputError(f"{path} has the columns {', '.join(found)}, expected "
+                             f"{', '.join(columns)}; move the file, or give another --out_dir")
+    with open(path, "a", newline="") as f:
+        writer = csv.DictWriter(f, columns)
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({k: f"{x:.6g}" if isinstance(x, float) else x for k, x in row.items()})
 
 
 def read_csv(path):

@@ -9,9 +9,11 @@ from torch import nn
 
 import train_cls
 from attention import SelfAttention
+from common import InputError
+from fixtures import ROOT
 from kpca import (a_hat, attend, basis, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
                   projection_loss, ritz, theoretical_values)
-from studies import kernel_pca as study, probe
+from studies import kernel_pca as study, probe, published_scores
 from studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure, standardise
 from studies.probe import Heads, capture
 from studies.span import Layer, explained_variance, key_span, principal_axes, value_axes
@@ -155,6 +157,46 @@ def test_controls_are_scaled_like_the_layer():
     cosine = eigen_cosine(axes, ritz(axes, a)).nanmean(-1)
     assert_close(EXPERIMENTS["gamma"](layer)["eig_cos, v = G a"]["learned"], cosine, 1e-9)
     assert "eig_cos, v = G a" not in EXPERIMENTS["gamma"](Layer(heads))
+
+
+def test_equal_keys_give_nan_not_a_ratio():
+    heads = tiny_heads(N=12)
+    k = heads.k.clone()
+    k[0, 0] = k[0, 0, :1]                               # all keys of one head are equal
+    layer = Layer(heads._replace(k=k))
+    scores = {"EV": EXPERIMENTS["capture"], "overlap": EXPERIMENTS["values"],
+              "eig_cos": EXPERIMENTS["gamma"], "|dgamma|/lambda": published_scores.exp_gammas,
+              "optimal [R]": published_scores.exp_similarities}
+    for measure, experiment in scores.items():
+        for source, x in experiment(layer)[measure].items():
+            bad = x.isnan()
+            assert bad[:, 0, 0].all() and bad.sum() == len(x), (measure, source)
+
+
+def test_csv_of_a_study_is_never_overwritten(tmp_path):
+    path = tmp_path / "gamma.csv"
+    row = dict(run="a", step=1, layer="0", measure="J", source="x W", mean=0.25)
+    probe.write_csv(path, [row])
+    probe.write_csv(path, [dict(row, run="b")])
+    assert [found["run"] for found in probe.read_csv(path)] == ["a", "b"]
+    probe.check_new(path, "a", 2)
+    with pytest.raises(InputError, match="already has rows of run b, step 1"):
+        probe.check_new(path, "b", 1)
+    with pytest.raises(InputError, match="has the columns"):
+        probe.write_csv(path, [dict(run="c", mean=1.0)])
+
+
+def test_second_network_joins_the_first_in_its_csv(tmp_path, capsys):
+    def measure_network(name):
+        study.main(["--ckpt", str(ROOT / f"weights/shapes_{name}.pt"), "--exp", "eigstats",
+                    "--images", "2", "--out_dir", str(tmp_path)])
+
+    measure_network("softmax")
+    measure_network("symmetric")
+    runs = {row["run"] for row in probe.read_csv(tmp_path / "eigstats.csv")}
+    assert runs == {"shapes_softmax", "shapes_symmetric"}
+    with pytest.raises(InputError, match="shapes_softmax"):
+        measure_network("softmax")
 
 
 class Wrapped(nn.Module):
