@@ -1,4 +1,4 @@
-"""Commands end in one line with an install command if scipy or matplotlib is missing."""
+"""Commands end in one line with an install command if a package of the studies is missing."""
 
 import sys
 from functools import partial
@@ -9,16 +9,22 @@ from fixtures import ROOT
 from processes import finish, run_in, start
 
 
-def run_without_packages(words):
-    """Block all modules of scipy and matplotlib, then run a command."""
-    for name in ["scipy", "matplotlib", *sys.modules]:
-        if name.split(".")[0] in ("scipy", "matplotlib"):
+def run_without_packages(packages, words):
+    """Block all modules of these packages, then run a command."""
+    for name in [*packages, *sys.modules]:
+        if name.split(".")[0] in packages:
             sys.modules[name] = None
     run_in(ROOT, words)
 
 
-@pytest.mark.parametrize("command", ["-m studies.claims", "-m studies.plot"])
-def test_missing_package_gives_one_line(command):
-    code, _, err = finish(start(partial(run_without_packages, command.split()), []))
+@pytest.mark.parametrize("packages, command", [
+    (("scipy", "matplotlib"), "-m studies.claims"),
+    (("scipy", "matplotlib"), "-m studies.plot"),
+    (("safetensors",), "-m studies.pretrained --weights here --texts there"),
+    (("tokenizers",), "-m studies.pretrained --weights here --texts there")])
+def test_missing_package_gives_one_line(packages, command):
+    run = partial(run_without_packages, packages, command.split())
+    code, _, err = finish(start(run, []))
     line, = err.splitlines()
     assert code == 1 and line.startswith("error: ") and "pip install" in line
+    assert any(package in line for package in packages)
