@@ -38,7 +38,9 @@ FITS = {64: ("eig_cos", "EV", "overlap"), 128: ("eig_cos", "EV")}   # tokens: me
 FIT_ROUNDS = {64: 8, 128: 3}
 FIT_PIECE = 50                          # texts per step of the fit
 PIECE = 8                               # texts that are measured together
+GAMMA_TEXTS = 16                        # texts of the published test (claim 5)
 CUTS = (8, 16, 32)                      # numbers of axes in the truncation test
+MARKS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": ".", "<unk>": "[UNK]"}       # of WikiText
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -59,7 +61,8 @@ class Bert:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def norm(self, name, x):
-        weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+        weight = self.weights[f"{name}.weight"]
+        bias = self.weights[f"{name}.bias"]
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps)
 
     def embed(self, ids):
@@ -142,10 +145,11 @@ def random_network(bert):
         elif name.endswith("bias"):
             weights[name] = torch.zeros_like(w)
         else:
-            weights[name] = 0.02 * torch.randn(w.shape, generator=random, dtype=torch.float64)
-    new = Bert(weights, dict(num_attention_heads=bert.heads, num_hidden_layers=bert.depth,
-                             layer_norm_eps=bert.eps))
-    return new
+            numbers = torch.randn(w.shape, generator=random, dtype=torch.float64)
+            weights[name] = 0.02 * numbers
+    config = dict(num_attention_heads=bert.heads, num_hidden_layers=bert.depth,
+                  layer_norm_eps=bert.eps)
+    return Bert(weights, config)
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ def read_paragraphs(path):
         raise common.InputError(f"--texts {path}: no such file; expected a text file with one "
                                 "paragraph per line, for example wiki.train.tokens of WikiText-2")
     text = path.read_text(encoding="utf-8")
-    for marked, plain in ((" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), ("<unk>", "[UNK]")):
+    for marked, plain in MARKS.items():
         text = text.replace(marked, plain)
     lines = [line.strip() for line in text.split("\n")]
     return [line for line in lines if line and not line.startswith("=")]
@@ -174,7 +178,8 @@ def tokenise(tokenizer, paragraphs, tokens, count):
         raise common.InputError(f"--texts has {len(long)} paragraphs of at least {LONGEST - 2} "
                                 f"tokens, expected {count}")
     order = torch.randperm(len(long), generator=torch.Generator().manual_seed(0))
-    first, last = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
+    first = tokenizer.token_to_id("[CLS]")
+    last = tokenizer.token_to_id("[SEP]")
     texts = [[first, *long[i][:tokens - 2], last] for i in order[:count].tolist()]
     return torch.tensor(texts)
 
@@ -187,8 +192,9 @@ def exp_share(layer):
     ceiling: the span of all keys.
     """
     z = query_coordinates(layer.span, layer.q, layer.k)
-    share = {source: (z @ Q).square().sum(-1).mean(-1) for source, Q in layer.bases.items()}
-    share["ceiling"] = z.square().sum(-1).mean(-1)
+    share = {"ceiling": z.square().sum(-1).mean(-1)}
+    for source, Q in layer.bases.items():
+        share[source] = (z @ Q).square().sum(-1).mean(-1)
     return {"share": share}
 
 
@@ -197,7 +203,10 @@ def exp_cosines(layer):
     rows = layer.axes.U[..., :layer.dv]
     values = {source: v[:1] for source, v in layer.values.items()}          # one draw is enough
     values["KPCA"] = turned(rows)
-    return {"R's cosine": {source: optimal_cosine(v, rows)[0] for source, v in values.items()}}
+    cosines = {}
+    for source, v in values.items():
+        cosines[source], _ = optimal_cosine(v, rows)
+    return {"R's cosine": cosines}
 
 
 class Projection:
@@ -222,7 +231,7 @@ class Projection:
         if which == "bottom":
             return self.axes[..., total - r:, :]
         random = torch.Generator().manual_seed(r)
-        turn = torch.linalg.qr(torch.randn(total, r, generator=random, dtype=torch.float64))[0]
+        turn, _ = torch.linalg.qr(torch.randn(total, r, generator=random, dtype=torch.float64))
         return turn.mT @ self.axes
 
     def attend(self, v, rows):
@@ -242,11 +251,13 @@ def exp_truncation(layer):
     It is relative to the output minus its mean row: 1 if only the mean row is right.
     """
     projection = Projection(layer.q, layer.k)
+    cases = {"learned": ("learned", "top"), "x W": ("x W", "top"),
+             "random axes": ("learned", "random")}
     out = {}
     for r in CUTS:
         found = {}
-        for source, which in (("learned", "top"), ("x W", "top"), ("random axes", "random")):
-            v = layer.values["x W" if source == "x W" else "learned"]
+        for source, (values, which) in cases.items():
+            v = layer.values[values]
             h = attend(layer.q, layer.k, v)
             part = with_constant(projection.attend(v, projection.rows(which, r)), h)
             size = (h - h.mean(-2, keepdim=True)).norm(dim=(-2, -1))
@@ -266,6 +277,12 @@ EXPERIMENTS = (exp_gamma, exp_capture, exp_values, exp_jproj, exp_share, exp_cos
 def rounded(x):
     """Round the entries of a tensor to 6 significant digits."""
     return [float(f"{number:.6g}") for number in x.tolist()]
+
+
+def part_of(heads, start, size):
+    """Return the Heads of `size` texts from number `start` on."""
+    parts = [t[start:start + size] for t in heads[:5]]
+    return Heads(*parts)
 
 
 def rows_of(found, **about):
@@ -290,8 +307,7 @@ def measure_layer(heads, i, experiments, draws, maps=None):
     """
     pieces = {}
     for start in range(0, len(heads.q), PIECE):
-        part = Heads(*(t[start:start + PIECE] for t in heads[:5]))
-        layer = Layer(part, str(i), (i, start), draws)
+        layer = Layer(part_of(heads, start, PIECE), str(i), (i, start), draws)
         for name, W in (maps or {}).items():
             layer.values[f"fitted to {name}"] = mapped(layer, W)[None]
         for experiment in experiments:
@@ -308,9 +324,9 @@ def fit_layer(heads, i, tokens):
     """
     pieces = []
     for start in range(0, len(heads.q), FIT_PIECE):
-        part = Heads(*(t[start:start + FIT_PIECE] for t in heads[:5]))
-        pieces.append(Layer(part, str(i), (i, start), 1))
-    maps, skips = {}, {}
+        pieces.append(Layer(part_of(heads, start, FIT_PIECE), str(i), (i, start), 1))
+    maps = {}
+    skips = {}
     for name in FITS[tokens]:
         skipped = []
         maps[name] = fit_values(FITTED[name], pieces, FIT_ROUNDS[tokens], skipped)
@@ -334,8 +350,7 @@ def examine(bert, network, ids, tokens, fit_ids=None):
                 yield about | dict(measure="skipped steps of the fit", source=name, texts=[],
                                    heads=counts)
         found = measure_layer(heads, i, EXPERIMENTS, draws, maps)
-        few = Heads(*(t[:16] for t in heads[:5]))
-        found |= measure_layer(few, i, [exp_gammas], 1)
+        found |= measure_layer(part_of(heads, 0, GAMMA_TEXTS), i, [exp_gammas], 1)
         yield from rows_of(found, **about)
 
 
@@ -383,8 +398,8 @@ def measure(folder, texts, lengths):
     paragraphs = read_paragraphs(texts)
     for tokens in lengths:
         ids = tokenise(tokenizer, paragraphs, tokens, NUM_TEXTS + NUM_FIT_TEXTS)
-        measured, to_fit = ids[:NUM_TEXTS], ids[NUM_TEXTS:]
-        yield from examine(bert, "trained", measured, tokens, to_fit)
+        measured = ids[:NUM_TEXTS]
+        yield from examine(bert, "trained", measured, tokens, ids[NUM_TEXTS:])
         if tokens == min(lengths):
             yield from truncation_rows(bert, measured)
             yield from examine(random_network(bert), "random", measured, tokens)
@@ -405,66 +420,90 @@ class Rows:
         """Return {layer: row}; {} if there are none."""
         return self.rows.get((network, tokens, measure, source), {})
 
-    def units(self, measure, source, layer="mean", unit="texts", tokens=64, network="trained"):
+    def units(self, measure, source, layer="mean", unit="texts", **at):
         """Return one number per unit, an array. unit: "texts", "heads" or "highest".
 
         layer: a layer, or "mean": the mean over layers of every text, or the heads of all layers.
+        at: tokens and network.
         """
-        layers = self.layers(measure, source, tokens, network)
+        layers = self.layers(measure, source, **at)
         if layer != "mean":
             return np.array(layers[layer][unit])
         parts = [np.array(row[unit]) for row in layers.values()]
-        return np.mean(parts, 0) if unit == "texts" else np.concatenate(parts)
+        if unit == "texts":
+            return np.mean(parts, 0)
+        return np.concatenate(parts)
 
     def gap(self, measure, first, second, layer="mean", unit="texts", **at):
         """Return first - second of a measure as a Difference over units."""
         first = self.units(measure, first, layer, unit, **at)
-        return paired_t(first - self.units(measure, second, layer, unit, **at))
+        second = self.units(measure, second, layer, unit, **at)
+        return paired_t(first - second)
 
-    def position(self, measure, layer="mean", unit="texts", **at):
-        """Return 100 (learned - random) / (best - random), a Difference over units.
+    def position(self, measure, layer="mean", **at):
+        """Return 100 (learned - random) / (best - random), a Difference over texts.
 
-        The ratio is a ratio of means. Its interval follows from the delta method: unit i gets the
-        ratio plus its own influence on it. "mean": the mean of the positions of all layers.
+        The ratio is a ratio of means. Its interval follows from the delta method: every text gets
+        the ratio plus its own influence on it. "mean": the mean of the positions of all layers.
         """
         layers = self.layers(measure, "learned", **at) if layer == "mean" else [layer]
         parts = []
         for i in layers:
-            own, random, best = (self.units(measure, source, i, unit, **at)
-                                 for source in ("learned", "x W", f"fitted to {measure}"))
-            way, whole = own - random, best - random
+            random = self.units(measure, "x W", i, **at)
+            way = self.units(measure, "learned", i, **at) - random
+            whole = self.units(measure, f"fitted to {measure}", i, **at) - random
             ratio = way.mean() / whole.mean()
             parts.append(100 * (ratio + (way - ratio * whole) / whole.mean()))
-        return paired_t(np.mean(parts, 0) if unit == "texts" else np.concatenate(parts))
+        return paired_t(np.mean(parts, 0))
 
     def above(self, measure, layer="mean", **at):
-        """Count the heads whose learned values exceed all their random matrices: (count, heads)."""
+        """Count heads whose learned values exceed all their random matrices, as "3 of 12"."""
         own = self.units(measure, "learned", layer, "heads", **at)
         highest = self.units(measure, "x W", layer, "highest", **at)
-        return int((own > highest).sum()), len(own)
+        return f"{(own > highest).sum()} of {len(own)}"
+
+
+PRIMARY = ("eig_cos", "EV")
 
 
 def primary(rows):
-    """Return the primary differences, learned - random matrix: {measure: (Difference, p, Holm)}."""
-    found = {measure: rows.gap(measure, "learned", "x W") for measure in ("eig_cos", "EV")}
+    """Return the primary differences, learned - random matrix: {measure: (Difference, p)}.
+
+    p is after Holm's correction over both measures.
+    """
+    found = {measure: rows.gap(measure, "learned", "x W") for measure in PRIMARY}
     p = holm({measure: d.p for measure, d in found.items()})
     return {measure: (d, p[measure]) for measure, d in found.items()}
 
 
-def number(x):
-    """Format a number with 3 digits; large ones without decimals."""
+def outcome(rows, measure):
+    """Return the outcome of a primary measure in the words of the plan."""
+    d, p = primary(rows)[measure]
+    if d.mean <= 0 or p >= 0.05:
+        return "no better than a random matrix"
+    way = rows.position(measure).mean
+    if way < 10:
+        return "a trace, at most a few per cent of the way"
+    return "largely" if way > 50 else "a part of the way"
+
+
+def write_number(x):
+    """Format a number with 3 digits, or with a sign and without decimals if it is large."""
     return f"{x:+,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def by_layer(rows, lines, tokens, network="trained", form=".3f"):
-    """Format a table with one column per layer. lines: (title, measure, source)."""
+    """Format means as Markdown, one column per layer and the mean over layers.
+
+    lines: (title, measure, source). form: a format, or "short": see write_number.
+    """
     body = []
     for title, measure, source in lines:
         layers = rows.layers(measure, source, tokens, network)
         if layers:
             means = [np.nanmean(row["texts"]) for row in layers.values()]
-            cells = [number(x) if form == "number" else f"{x:{form}}" for x in (*means,
-                                                                                np.mean(means))]
+            means.append(np.mean(means))
+            cells = [write_number(x) if form == "short" else f"{x:{form}}" for x in means]
             body.append([title, *cells])
     columns = [f"layer {i}" for i in range(len(body[0]) - 2)]
     return common.table(body, ["mean over texts and heads", *columns, "mean"])
@@ -475,73 +514,93 @@ SOURCES = {"learned": "learned", "random matrix": "x W", "another head": "other"
 
 def compared_table(rows, measure, tokens):
     """Format a measure by layer: sources of values, differences, position, heads above."""
-    lines = [(title, measure, source) for title, source in SOURCES.items()]
-    lines += [("best linear matrix", measure, f"fitted to {measure}"),
-              ("kernel PCA", measure, "best" if measure == "EV" else "KPCA")]
-    parts = [by_layer(rows, lines, tokens)]
+    exact = "best" if measure == "EV" else "KPCA"
+    sources = SOURCES | {"best linear matrix": f"fitted to {measure}", "kernel PCA": exact}
+    lines = [(title, measure, source) for title, source in sources.items()]
+    means = by_layer(rows, lines, tokens)
+
     layers = [*rows.layers(measure, "learned", tokens), "mean"]
-    digits = 4
     body = []
-    for title, source in (("learned - random matrix", "x W"), ("learned - another head", "other")):
+    for title, source in (("random matrix", "x W"), ("another head", "other")):
         gaps = [rows.gap(measure, "learned", source, i, tokens=tokens) for i in layers]
-        body.append([title, *(show(d, digits) for d in gaps)])
-    gap = rows.gap(measure, "learned", "x W", unit="heads", tokens=tokens)
-    body.append(["the same over 72 heads", *[""] * (len(layers) - 1), show(gap, digits)])
+        cells = [show(d, 4) for d in gaps]
+        body.append([f"learned - {title}", *cells])
     if rows.layers(measure, f"fitted to {measure}", tokens):
         positions = [rows.position(measure, i, tokens=tokens) for i in layers]
-        body.append(["position in %", *(show(d) for d in positions)])
+        cells = [show(d) for d in positions]
+        body.append(["position in %", *cells])
     counts = [rows.above(measure, i, tokens=tokens) for i in layers]
-    body.append(["heads above all random matrices", *(f"{a} of {n}" for a, n in counts)])
-    parts.append(common.table(body, ["over 64 texts", *(f"layer {i}" for i in layers[:-1]),
-                                     "mean"]))
-    return "\n\n".join(parts)
+    body.append(["heads above all random matrices", *counts])
+    gap = rows.gap(measure, "learned", "x W", unit="heads", tokens=tokens)
+    empty = [""] * (len(layers) - 1)
+    body.append(["learned - random matrix, over heads", *empty, show(gap, 4)])
+    columns = [f"layer {i}" for i in layers[:-1]]
+    return f"{means}\n\n{common.table(body, ['over texts', *columns, 'mean'])}"
+
+
+def sections(rows):
+    """Return the tables of all rows: {title: Markdown}."""
+    rows = Rows(rows)
+    found = {}
+    for tokens in sorted({key[1] for key in rows.rows}):
+        at = f", {tokens} tokens"
+        for measure in ("eig_cos", "EV", "overlap"):
+            found[measure + at] = compared_table(rows, measure, tokens)
+
+        lines = [(name, name, "learned") for name in ("J", "phi2", "h2", "above")]
+        lines.append(("J of a random matrix", "J", "x W"))
+        lines.append(("J of kernel PCA", "J", "KPCA"))
+        found["J and its terms" + at] = by_layer(rows, lines, tokens, form="short")
+
+        for measure in ("share", "R's cosine"):
+            lines = [(title, measure, source) for title, source in SOURCES.items()]
+            lines.append(("kernel PCA", measure, "KPCA"))
+            lines.append(("all keys", measure, "ceiling"))
+            found[measure + at] = by_layer(rows, lines, tokens, form=".4f")
+
+        lines = []
+        for name in ("max", "bound"):
+            lines.append((f"{name}, keys as they are", name, "as they are"))
+            lines.append((f"{name}, keys standardised", name, "standardised"))
+        found["eigenvalues" + at] = by_layer(rows, lines, tokens, form=".2g")
+
+        lines = [(title, "numeric inverse", source) for title, source in SOURCES.items()]
+        found["published test, mean of |gamma_i - gamma_j|" + at] = by_layer(
+            rows, lines, tokens, form=".1e")
+
+        lines = []
+        for r in CUTS:
+            lines.append((f"learned, {r} axes", f"error on {r} axes", "learned"))
+            lines.append((f"random matrix, {r} axes", f"error on {r} axes", "x W"))
+        found["error of the attention output on the top axes" + at] = by_layer(rows, lines, tokens)
+
+    lines = []
+    for measure in ("eig_cos", "EV", "overlap", "share"):
+        lines += [(f"{measure}, {title}", measure, source) for title, source in SOURCES.items()]
+    found["network with random weights, 64 tokens"] = by_layer(rows, lines, 64, "random")
+    found["truncation in all layers, 64 tokens: cosine of embeddings"] = truncation_table(rows)
+
+    body = []
+    for measure, (d, p) in primary(rows).items():
+        position = show(rows.position(measure))
+        body.append([measure, show(d, 4), show_p(p), position, outcome(rows, measure)])
+    found["primary differences, 64 tokens"] = common.table(
+        body, ["measure", "learned - random matrix", "p, Holm", "position in %", "outcome"])
+    return found
 
 
 def tables(rows):
     """Format all rows as Markdown."""
-    rows, parts = Rows(rows), []
-    lengths = sorted({key[1] for key in rows.rows if key[0] == "trained"})
-    for tokens in lengths:
-        for measure in ("eig_cos", "EV", "overlap"):
-            parts.append(f"## {measure}, {tokens} tokens\n\n"
-                         + compared_table(rows, measure, tokens))
-        lines = [(title, title, "learned") for title in ("J", "phi2", "h2", "above")]
-        lines += [("J of a random matrix", "J", "x W"), ("J of kernel PCA", "J", "KPCA")]
-        parts.append(f"## J and its terms, {tokens} tokens\n\n"
-                     + by_layer(rows, lines, tokens, form="number"))
-        for measure in ("share", "R's cosine"):
-            lines = [(source, measure, source)
-                     for source in ("learned", "x W", "other", "iid", "KPCA", "ceiling")]
-            parts.append(f"## {measure}, {tokens} tokens\n\n" + by_layer(rows, lines, tokens))
-        lines = [(f"{m}, keys {s}", m, s) for m in ("max", "bound")
-                 for s in ("as they are", "standardised")]
-        parts.append(f"## eigenvalues, {tokens} tokens\n\n"
-                     + by_layer(rows, lines, tokens, form=".2g"))
-        lines = [(source, "numeric inverse", source) for source in ("learned", "x W", "iid")]
-        parts.append(f"## Published test: mean of |gamma_i - gamma_j|, {tokens} tokens\n\n"
-                     + by_layer(rows, lines, tokens, form=".1e"))
-        lines = [(f"{source}, {r} axes", f"error on {r} axes", source)
-                 for r in CUTS for source in ("learned", "x W", "random axes")]
-        parts.append(f"## Error of the attention output on r axes, {tokens} tokens\n\n"
-                     + by_layer(rows, lines, tokens))
-    lines = [(f"{m}, {title}", m, s) for m in ("eig_cos", "EV", "overlap", "share")
-             for title, s in SOURCES.items()]
-    parts.append("## The network with random weights\n\n"
-                 + by_layer(rows, lines, lengths[0], "random"))
-    parts.append("## Truncation in all layers: cosine of embeddings\n\n" + truncation_table(rows))
-    for measure, (d, p) in primary(rows).items():
-        parts.append(f"Primary: {measure}, learned - random matrix, mean over layers: "
-                     f"{show(d, 4)}, p after Holm {show_p(p)}; position "
-                     f"{show(rows.position(measure))} %")
-    return "\n\n".join(parts)
+    return "\n\n".join(f"## {title}\n\n{table}" for title, table in sections(rows).items())
 
 
 def truncation_table(rows):
     """Format the truncation test in all layers at once."""
     body = []
-    for (network, tokens, measure, source), layers in rows.rows.items():
+    for (_, _, measure, source), layers in rows.rows.items():
         if measure.startswith("embedding"):
-            body.append([measure, source, show(paired_t(layers["all"]["texts"]), 3)])
+            cosine = paired_t(layers["all"]["texts"])
+            body.append([measure, source, show(cosine, 3)])
     return common.table(body, ["measure", "axes", "cosine"])
 
 
