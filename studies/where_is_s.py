@@ -63,7 +63,8 @@ def key_scores(k):
     k: (B, H, N, D). Returns {score: (B, N - 1)}.
     """
     keys = k.transpose(1, 2).flatten(2)[:, 1:]                              # (B, P, C)
-    return {"|k|": keys.norm(dim=2), "distance": (keys - keys.mean(1, keepdim=True)).norm(dim=2)}
+    from_mean = keys - keys.mean(1, keepdim=True)
+    return {"|k|": keys.norm(dim=2), "distance": from_mean.norm(dim=2)}
 
 
 def pca_residual(k, rank):
@@ -121,7 +122,8 @@ def first_layer(model, images):
     model_config.
     """
     attn, x = layer_inputs(model, images)[0]
-    (_, k, v), steps = attn.project(x), attn.trace(x)
+    _, k, v = attn.project(x)
+    steps = attn.trace(x)
     if not steps:
         rpc_attention(k, v, **attn.pap, trace=steps)
     return k, steps
@@ -173,11 +175,10 @@ def examine(model, images, labels, kinds):
     found |= rank_correlations(scores, "clean")
     parts, rank = robust_parts(clean_k)
     found["clean: rank of L, robust PCA, step 1"] = rank.double().mean(1)
-    for name in (ROBUST, "robust PCA, step 4"):
-        found[f"clean: nonzero share of S, {name}"] = (parts[name] != 0).double().mean((1, 2, 3))
-    for i, step in enumerate(steps, 1):
-        nonzero = (step["S"] != 0).double().mean((1, 2, 3))
-        found[f"clean: nonzero share of S, step {i}"] = nonzero
+    all_S = {name: parts[name] for name in (ROBUST, "robust PCA, step 4")}
+    all_S |= {f"step {i}": step["S"] for i, step in enumerate(steps, 1)}
+    for name, S in all_S.items():
+        found[f"clean: nonzero share of S, {name}"] = (S != 0).double().mean((1, 2, 3))
     found["clean: accuracy"] = model(images).argmax(1) == labels
 
     for kind in kinds:
@@ -199,7 +200,9 @@ def checkpoint_row(path, args):
     model, checkpoint = probe.load_model(path)
     images, labels = probe.load_test_images(checkpoint, model.config, args.images)
     values = examine(model, images, labels, args.kinds)
-    means = {name: round(x.double().mean().item(), 5) for name, x in values.items()}
+    means = {}
+    for name, x in values.items():
+        means[name] = round(x.double().mean().item(), 5)
     flags = checkpoint["args"]
     return dict(run=path, step=checkpoint["step"], epochs=flags.get("epochs"), images=args.images,
                 kinds=args.kinds, network=kind_of(model.config), seed=flags["seed"], values=means,
@@ -228,7 +231,10 @@ def over_seeds(rows):
 
 def last_steps(groups):
     """Return {network: its last training step}."""
-    return {network: step for network, step in sorted(groups, key=lambda at: at[1])}
+    last = {}
+    for network, step in groups:
+        last[network] = max(step, last.get(network, 0))
+    return last
 
 
 def auc_table(groups):
@@ -236,12 +242,14 @@ def auc_table(groups):
     last = last_steps(groups)
     columns = [*last.items()]
     columns += [(network, 0) for network in last if last[network] and (network, 0) in groups]
-    names = dict.fromkeys(name for at in columns for name in groups[at])
+    names = {}                                              # in order, each once
+    for at in columns:
+        names |= dict.fromkeys(groups[at])
     body = []
     for name in names:
         cells = []
         for at in columns:
-            values = groups[at].get(name, [])
+            values = groups[at].get(name)
             cells.append(f"{spread(values, '.3f')} ({len(values)})" if values else "")
         body.append([name, *cells])
     titles = [f"{network}{'' if step else ', untrained'}" for network, step in columns]
