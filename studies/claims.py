@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 import common
-from studies import (arms, kernel_pca, language, line, perfect_s, pro_attention, probe,
-                     where_is_s)
+from studies import (arms, kernel_pca, language, line, perfect_s, pretrained, pro_attention,
+                     probe, where_is_s)
 from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
                            spread)
 
@@ -311,11 +311,29 @@ def beyond(null):
 def where(network, measure, form, file="rows"):
     """Return a value of where_is_s after training, in a form of `written`.
 
-    file: "rows", the first three networks, or "ten", the networks of the second plan.
+    file: "rows", the first three networks; "ten", the networks of the second plan; "robust_pca",
+    the networks of the third plan.
     """
+    return written(where_group(network, file)[measure], form)
+
+
+def where_group(network, file):
+    """Return {measure: one value per network} of where_is_s after training."""
     groups = where_is_s.over_seeds(rows_of(f"where_is_s/{file}.jsonl"))
-    last = max(step for name, step in groups if name == network)
-    return written(groups[network, last][measure], form)
+    return groups[network, where_is_s.last_steps(groups)[network]]
+
+
+def where_gap(kind, first, second, what="difference", network="rpc 4iter/layer0"):
+    """Describe the AUC of a score minus the AUC of another one, paired over networks.
+
+    what: see `described`. "holm" is defined for the primary differences only.
+    """
+    group = where_group(network, "robust_pca")
+    d = where_is_s.difference(group, kind, first, second)
+    p = math.nan
+    if (first, second) == (where_is_s.ROBUST, where_is_s.PAP):
+        p = where_is_s.primary(group).get(kind, (d, p))[1]
+    return described(d, what, p, 2, 2)
 
 
 def perfect(arm, kind, condition, what="difference", base="as trained"):
@@ -340,6 +358,51 @@ def perfect_trained(kind, what="difference", tested="as trained"):
     """
     d = perfect_s.gap(perfect_s.read_rows(), *perfect_s.trained_pair(kind, tested))
     return described(d, what)
+
+
+def contrast(arm, kind, condition, base, what="difference"):
+    """Describe a condition minus another one in the rows of the right contrast.
+
+    what: see `described`; "arm" and "baseline" return the accuracies under the two conditions.
+    """
+    found = perfect_s.read_rows(perfect_s.CONTRAST_ROWS)
+    if what in ("arm", "baseline"):
+        values = found[arm, kind, condition if what == "arm" else base].values()
+        return f"{np.mean([x.mean() for x in values]):.1f}"
+    tested = perfect_s.contrasts(found).get((arm, kind, condition, base))
+    d, p = tested or (perfect_s.gap(found, (arm, kind, condition), (arm, kind, base)), math.nan)
+    return described(d, what, p, 16)
+
+
+@cache
+def pretrained_rows():
+    return pretrained.Rows(rows_of("pretrained/rows.jsonl"))
+
+
+def real(what, measure, source, layer, form, tokens="64", network="trained"):
+    """Return a number of results/pretrained.
+
+    what: "mean" of a source over texts and heads; "gap", learned minus the source, over texts;
+    "heads", the same over heads; "position" of learned values in %; "above", the heads above all
+    random matrices; "outcome", the outcome in the words of the plan. layer: a number, "mean" or
+    "all". form: a format, or the digits of an interval.
+    """
+    rows = pretrained_rows()
+    if what == "outcome":
+        return pretrained.outcome(rows, measure)
+    at = dict(layer=int(layer) if layer.isdecimal() else layer, tokens=int(tokens),
+              network=network)
+    if what == "position":
+        return show(rows.position(measure, **at), int(form))
+    if what == "above":
+        return rows.above(measure, **at)
+    if what in ("gap", "heads"):
+        unit = "heads" if what == "heads" else "texts"
+        return show(rows.gap(measure, "learned", source, unit=unit, **at), int(form))
+    units = rows.units(measure, source, **at)
+    if form.isdecimal():
+        return show(paired_t(units), int(form)).replace("+", "")
+    return f"{np.nanmean(units):{form}}"
 
 
 def paper(table, row, base, column, form):
@@ -384,8 +447,9 @@ def pro(variant, measure, baseline=""):
 
 FUNCTIONS = {f.__name__: f for f in (gap, on_those, setting, most_fooled, judged_as, rule, off,
                                      apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
-                                     chosen, nats, beyond, where, perfect, perfect_trained, paper,
-                                     lm_gap, lm_perplexity, pro)}
+                                     chosen, nats, beyond, where, where_gap, perfect,
+                                     perfect_trained, contrast, real, paper, lm_gap, lm_perplexity,
+                                     pro)}
 
 
 def value(expression):
@@ -518,11 +582,46 @@ DETAILS = {"robustness": ("robustness", "cifar10"), "constants": ("constants", "
            "criterion": ("criterion",)}
 
 
+def robust_page(name):
+    rows = rows_of(f"where_is_s/{name}.jsonl")
+    groups = where_is_s.over_seeds(rows)
+    return where_is_s.robust_tables(where_is_s.robust_groups(groups))
+
+
+def contrast_page(name):
+    return perfect_s.contrast_tables(perfect_s.read_rows(RESULTS / f"perfect_s/{name}.jsonl"))
+
+
+def pretrained_page(name):
+    return pretrained.tables(rows_of(f"pretrained/{name}.jsonl"))
+
+
+# {page of results: (command that prints its tables, function, name of the rows)}
+PAGES = {
+    "where_is_s/robust_pca.md": ("python -m studies.where_is_s --rows "
+                                 "studies/results/where_is_s/robust_pca.jsonl", robust_page,
+                                 "robust_pca"),
+    "where_is_s/robust_pca_shipped.md": ("python -m studies.where_is_s --rows "
+                                         "studies/results/where_is_s/robust_pca_shipped.jsonl",
+                                         robust_page, "robust_pca_shipped"),
+    "perfect_s/contrast.md": ("python -m studies.perfect_s --contrast", contrast_page, "contrast"),
+    "pretrained/details.md": ("python -m studies.pretrained", pretrained_page, "rows"),
+}
+
+
 def details():
-    """Write the text of every details.md with tables: {page: text}."""
-    return {f"studies/results/{folder}/details.md": detail(
-        *studies, pictures=line.PICTURES if folder == "line" else ())
-        for folder, studies in DETAILS.items() if arms.stored(arms.STUDIES[studies[0]])}
+    """Write the text of every page that has tables only: {page: text}."""
+    found = {}
+    for folder, studies in DETAILS.items():
+        if arms.stored(arms.STUDIES[studies[0]]):
+            pictures = line.PICTURES if folder == "line" else ()
+            found[f"studies/results/{folder}/details.md"] = detail(*studies, pictures=pictures)
+    for page, (command, function, name) in PAGES.items():
+        if not rows_of(f"{Path(page).parent}/{name}.jsonl"):
+            continue
+        text = f"# Tables, written from the rows\n\n```sh\n{command}\n```\n\n{function(name)}\n"
+        found[f"studies/results/{page}"] = text
+    return found
 
 
 def main(argv=None):

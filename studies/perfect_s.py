@@ -15,6 +15,7 @@ have a plan and rows of their own.
 
 import argparse
 import base64
+import itertools
 import json
 import math
 from contextlib import contextmanager, nullcontext
@@ -46,6 +47,7 @@ WITH_S = EMPTY, PERFECT, "perfect S on keys and values", OWN     # conditions of
 CONDITIONS = ("as trained", *WITH_S, "left out in layer 0", LEFT_OUT,
               "control: intact patches left out", "farthest patches left out")
 CONTRAST_CONDITIONS = "as trained", EMPTY, PERFECT, OWN, LEFT_OUT
+CONTRAST_ARMS = "rpc4-l1", "rpc2-all"
 CONTRASTS = (PERFECT, EMPTY), (OWN, "as trained")       # they differ at corrupted patches only
 
 
@@ -254,26 +256,31 @@ def empty_table(found, arm):
 def contrasts(found):
     """Return the contrasts of the plan: {(arm, kind, condition, base): (Difference, p)}.
 
-    p is after Holm's correction over all 16 tests of the plan, also if rows are missing. Clean
-    images are no test: their p is nan.
+    p is after Holm's correction over all 16 tests of the plan, also if rows are missing; it is nan
+    for clean images, which are no test, and with fewer than three seeds.
     """
-    keys = [(arm, kind, *pair) for arm in ("rpc4-l1", "rpc2-all") for kind in ("clean", *KINDS)
-            for pair in CONTRASTS]
     differences = {}
-    for arm, kind, condition, base in keys:
-        differences[arm, kind, condition, base] = gap(found, (arm, kind, condition),
-                                                      (arm, kind, base))
-    tested = {key: d.p for key, d in differences.items() if key[1] != "clean"}
-    p = holm({key: 1.0 if math.isnan(value) else value for key, value in tested.items()})
-    return {key: (d, p.get(key, math.nan)) for key, d in differences.items()}
+    for arm, kind in itertools.product(CONTRAST_ARMS, ("clean", *KINDS)):
+        for condition, base in CONTRASTS:
+            d = gap(found, (arm, kind, condition), (arm, kind, base))
+            differences[arm, kind, condition, base] = d
+    tested = {key: 1.0 for key in differences if key[1] != "clean"}
+    known = {key: differences[key].p for key in tested if not math.isnan(differences[key].p)}
+    p = holm(tested | known)
+    results = {}
+    for key, d in differences.items():
+        results[key] = d, p[key] if key in known else math.nan
+    return results
 
 
 def contrast_tables(found):
     """Format the accuracies and the contrasts of the new networks as Markdown."""
     tested = contrasts(found)
     body = []
-    for arm in dict.fromkeys(arm for arm, _, _ in found):
-        seeds = found[arm, "clean", "as trained"]
+    for arm in CONTRAST_ARMS:
+        seeds = found.get((arm, "clean", "as trained"))
+        if not seeds:
+            continue
         for condition in CONTRAST_CONDITIONS:
             cells = []
             for kind in ("clean", *KINDS):

@@ -45,6 +45,8 @@ KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
 RANKS = (1, 4, 8)                       # of the residual of PCA
 PAP, ROBUST, EQUAL = "S, step 4", "robust PCA, step 1", "residual of PCA, equal rank"
 PRIMARY_KINDS = ("noise", "adversarial")
+SCORES = ("S, step 1", "S, step 2", "S, step 3", PAP, ROBUST, "robust PCA, step 4", EQUAL,
+          *(f"residual of PCA, rank {r}" for r in RANKS), "|k|", "distance")
 
 
 # --- scores of tokens -----------------------------------------------------------------------------
@@ -272,21 +274,70 @@ def primary(group):
     return {kind: (d, p[kind]) for kind, d in found.items()}
 
 
-def primary_table(groups):
-    """Format robust PCA (1 step) minus other scores as Markdown; "" without such rows."""
-    body = []
+def robust_groups(groups):
+    """Choose trained networks with both primary measures: {network: {measure: values}}.
+
+    Rows of earlier versions have no robust PCA.
+    """
+    found = {}
     for network, step in last_steps(groups).items():
-        group = groups[network, step]
-        if f"noise: AUC of {ROBUST}" not in group or f"noise: AUC of {PAP}" not in group:
-            continue
+        names = [f"{kind}: AUC of {ROBUST}" for kind in PRIMARY_KINDS]
+        if all(name in groups[network, step] for name in names):
+            found[network] = groups[network, step]
+    return found
+
+
+def primary_table(groups):
+    """Format robust PCA (1 step) minus other scores as Markdown. groups: of `robust_groups`."""
+    body = []
+    for network, group in groups.items():
         for kind in [kind for kind in KINDS if f"{kind}: AUC of {ROBUST}" in group]:
             gaps = [show(difference(group, kind, ROBUST, other), 3)
                     for other in (PAP, EQUAL, "|k|", "distance")]
             body.append([network, kind, *gaps])
-    if not body:
-        return ""
     return common.table(body, ["network", "AUC of robust PCA, step 1, minus", PAP, EQUAL, "|k|",
                                "distance"])
+
+
+def kind_table(group, before, after=""):
+    """Format measures "kind: before SCORE after" as Markdown: a row per score, a column per kind.
+
+    Cells have the mean over networks and its 95 % interval.
+    """
+    kinds = [kind for kind in ("clean", *KINDS) if f"{kind}: {before}{PAP}{after}" in group]
+    body = []
+    for score in SCORES:
+        cells = []
+        for kind in kinds:
+            values = group.get(f"{kind}: {before}{score}{after}")
+            cells.append(show(paired_t(values), 2).replace("+", "") if values else "")
+        if any(cells):
+            body.append([score, *cells])
+    return common.table(body, ["mean (95 % interval)", *kinds])
+
+
+def robust_tables(groups):
+    """Format AUC, rank correlations and tests of every group of `robust_groups` as Markdown."""
+    parts = []
+    for network, group in groups.items():
+        correlations = {}
+        for name, values in group.items():              # "rank correlation of S and |k|, step 4"
+            if "rank correlation of " in name:
+                kind, _, rest = name.partition(": rank correlation of ")
+                score, _, detail = rest.partition(" and |k|")
+                correlations[f"{kind}: {score}{detail}"] = values
+        seeds = len(group[f"noise: AUC of {ROBUST}"])
+        parts.append(f"## {network}: {seeds} network{'s' if seeds > 1 else ''}")
+        parts.append("AUC:\n\n" + kind_table(group, "AUC of "))
+        parts.append("Rank correlation with |k|:\n\n" + kind_table(correlations, ""))
+        if seeds > 1:
+            body = []
+            for kind, (d, p) in primary(group).items():
+                body.append([kind, show(d, 3), show_p(d.p), show_p(p)])
+            title = "AUC of robust PCA, step 1, minus S, step 4"
+            parts.append(common.table(body, [title, "difference", "p", "p, Holm"]))
+    parts.append(primary_table(groups))
+    return "\n\n".join(parts)
 
 
 def main(argv=None):
@@ -312,9 +363,9 @@ def main(argv=None):
                 file.write(json.dumps(rows[-1]) + "\n")
     groups = over_seeds(rows or common.read_log(args.rows))
     print(auc_table(groups))
-    differences = primary_table(groups)
-    if differences:
-        print(f"\n{differences}")
+    robust = robust_groups(groups)
+    if robust:
+        print(f"\n{robust_tables(robust)}")
 
 
 if __name__ == "__main__":
