@@ -121,6 +121,27 @@ def test_primary_difference_is_paired_by_seed():
     assert ("rpc, 24 epochs", 27) in groups
 
 
+def test_tables_have_intervals_of_every_score():
+    rows = []
+    for seed in range(3):
+        values = {}
+        for kind in where_is_s.PRIMARY_KINDS:
+            for i, score in enumerate(where_is_s.SCORES):
+                values[f"{kind}: AUC of {score}"] = 0.1 * i + 0.05 * seed
+                name, comma, detail = score.partition(", ")
+                measure = f"{kind}: rank correlation of {name} and |k|{comma}{detail}"
+                values[measure] = 0.5 - 0.05 * seed
+        rows.append(dict(network="rpc", step=9, seed=seed, values=values))
+    old = dict(rows[0], network="old", values={"noise: AUC of S, step 4": 0.3})
+    groups = where_is_s.robust_groups(where_is_s.over_seeds([*rows, old]))
+    assert list(groups) == ["rpc"]
+    text = where_is_s.robust_tables(groups)
+    half = 4.303 * 0.05 / 3 ** 0.5                              # t of 2 degrees of freedom
+    assert f"| {where_is_s.PAP}" in text and f"0.35 ({0.35 - half:.2f} to {0.35 + half:.2f})" in text
+    assert f"0.45 ({0.45 - half:.2f} to {0.45 + half:.2f})" in text      # rank correlations
+    assert "## rpc: 3 networks" in text and "p, Holm" in text
+
+
 def save(path, seed, step, **config):
     model, *_ = small(10 * step + seed, **config)
     args = dict(seed=seed, data="shapes", init_from=None, num_images=16)
