@@ -112,8 +112,11 @@ def projection_error(q, k, h):
 # --- the equations in logarithms ------------------------------------------------------------------
 
 def log_kernel(x, y):
-    """Compute log k(x_i, y_j), (..., M, N)."""
-    return x @ y.mT / math.sqrt(x.shape[-1])
+    """Compute log k(x_i, y_j), (..., M, N) float64.
+
+    All functions of this part start here, so float32 vectors give float64 results, too.
+    """
+    return x.double() @ y.double().mT / math.sqrt(x.shape[-1])
 
 
 def log_g(x, k):
@@ -123,7 +126,7 @@ def log_g(x, k):
 
 def attend(q, k, v):
     """Compute softmax attention, h (..., M, Dv)."""
-    return log_kernel(q, k).softmax(-1) @ v
+    return log_kernel(q, k).softmax(-1) @ v.double()
 
 
 def log_gram(k):
@@ -150,12 +153,7 @@ class Axes(NamedTuple):
 
 
 def kernel_pca(k):
-    """Solve the eigenvalue problem of the centred Gram matrix of every head: keys k to Axes.
-
-    k: (..., N, D). The result is float64 also if k is float32, because eigenvalues of long keys
-    differ by more than 1e7.
-    """
-    k = k.double()
+    """Solve the eigenvalue problem of the centred Gram matrix of every head: keys k to Axes."""
     lg, c = key_scale(k)
     N = k.shape[-2]
     G = centre((log_gram(k) + c[..., None]).exp())
@@ -194,7 +192,7 @@ def kernel_projections(q, k, axes, d):
 
 def log_phi2(q, k):
     """Compute log |phi(q_i)|^2, (..., M)."""
-    return q.square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
+    return q.double().square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
 
 
 def projection_loss(log_phi2, h):

@@ -85,11 +85,17 @@ def test_pcp_that_does_not_stop_is_an_error():
     pcp(M, tol=0, max_iter=3)                           # three steps are what the caller wants
 
 
-def test_float32_keys_give_float64_axes():
-    _, k, _ = draw(2, size=3.0)
-    single = kernel_pca(k.float())
-    exact = kernel_pca(k.float().double())
-    for ours, expected in zip(single, exact):
+def test_float32_vectors_give_float64_results():
+    single = [x.float() for x in draw(2, size=3.0)]
+    exact = [x.double() for x in single]
+    results = []
+    for q, k, v in (single, exact):
+        axes = kernel_pca(k)
+        h = attend(q, k, v)
+        projections = kernel_projections(q, k, axes, 3)
+        lp = log_phi2(q, k)
+        results.append([*axes, h, projections, lp, projection_loss(lp, h)["J"]])
+    for ours, expected in zip(*results):
         assert torch.equal(ours, expected) and ours.dtype != torch.float32
 
 
