@@ -38,6 +38,7 @@ FITS = {64: ("eig_cos", "EV", "overlap"), 128: ("eig_cos", "EV")}   # tokens: me
 FIT_ROUNDS = {64: 8, 128: 3}
 FIT_PIECE = 50                          # texts per step of the fit
 PIECE = 8                               # texts that are measured together
+NOT_STORED = ("rel_phi", "rel_h", "lambda", "min", "mean", "median", "|dgamma|/lambda")
 GAMMA_TEXTS = 16                        # texts of the published test (claim 5)
 CUTS = (8, 16, 32)                      # numbers of axes in the truncation test
 MARKS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": ".", "<unk>": "[UNK]"}       # of WikiText
@@ -292,6 +293,8 @@ def rows_of(found, **about):
     every head. highest: of the draws of a random matrix, the highest mean over texts.
     """
     for (measure, source), x in found.items():
+        if measure in NOT_STORED:
+            continue
         row = about | dict(measure=measure, source=source,
                            texts=rounded(x.nanmean(0).nanmean(1)),
                            heads=rounded(x.nanmean(0).nanmean(0)))
