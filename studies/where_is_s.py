@@ -3,6 +3,7 @@
     python -m studies.where_is_s --ckpt weights/shapes_rpc.pt weights/shapes_symmetric.pt
     python -m studies.where_is_s --ckpt out/kpca/softmax_s50/step_*.pt         # over training
     python -m studies.where_is_s --rows studies/results/where_is_s/rows.jsonl  # the stored rows
+    python -m studies.where_is_s --one_line --ckpt weights/shapes_rpc.pt       # only line 4 differs
 
 If robust PCA works inside attention, then K = L + S, and S is large at corrupted tokens. Some
 patches of each test image are corrupted. The score of a patch token is the sum of |S| over heads
@@ -27,6 +28,7 @@ the length of the key.
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -34,7 +36,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import layer_inputs, robust_pca, rpc_attention
+from attention import (layer_inputs, penalty, robust_pca, rpc_attention, shrink_singular_values,
+                       soft_threshold, symmetric_attention)
 from results import kind_of
 from studies import probe
 from studies.stats import holm, paired_t, scipy_stats, show, show_p, spread
@@ -195,6 +198,61 @@ def examine(model, images, labels, kinds):
     return found
 
 
+# --- the one line ---------------------------------------------------------------------------------
+
+def pursuit(k, v, low_rank, n_iter, centred):
+    """Run the loop of robust PCA with another line 4; return S.
+
+    low_rank(x, v, mu): line 4, which computes L. Order, threshold, mu and the sign of Z are those
+    of attention.robust_pca. centred: subtract the mean key first, as robust_pca does.
+    """
+    K = k - k.mean(-2, keepdim=True) if centred else k
+    mu = penalty(K, mu_dim="head")
+    tau = 1 / math.sqrt(max(K.shape[-2:])) / mu
+    S = Z = 0.0
+    for _ in range(n_iter):
+        L = low_rank(K - S + Z, v, mu)
+        S = soft_threshold(K - L + Z, tau)
+        Z = Z + K - L - S
+    return S
+
+
+def attend_to_values(x, v, mu):
+    """Line 4 of PAP."""
+    return symmetric_attention(x, v)
+
+
+def shrink_spectrum(x, v, mu):
+    """Line 4 of robust PCA."""
+    return shrink_singular_values(x, 1 / mu)
+
+
+LINES = {"attention": attend_to_values, "shrinkage": shrink_spectrum}
+
+
+@torch.no_grad()
+def one_line_row(path, args):
+    """Measure the AUC of S of one loop with two lines 4: a row {measure: mean over images}."""
+    model, checkpoint = probe.load_model(path)
+    images, labels = probe.load_test_images(checkpoint, model.config, args.images)
+    values = {}
+    for kind in PRIMARY_KINDS:
+        x, hit = corrupt_patches(images, kind, model.config.patch_size, model=model, labels=labels)
+        layer, inputs = layer_inputs(model, x)[0]
+        _, k, v = layer.project(inputs)
+        for name, line in LINES.items():
+            for centred in (False, True):
+                for n_iter in (1, 4):
+                    S = pursuit(k, v, line, n_iter, centred)
+                    mean = "centred" if centred else "not centred"
+                    measure = f"{kind}: AUC of S, line 4 {name}, {mean}, step {n_iter}"
+                    values[measure] = round(auc(location(S), hit).mean().item(), 5)
+    hardware = common.origin(torch.device("cpu"))["hardware"]
+    return dict(run=path, step=checkpoint["step"], images=args.images, kinds=PRIMARY_KINDS,
+                network=kind_of(model.config), seed=checkpoint["args"]["seed"], values=values,
+                hardware=hardware)
+
+
 # --- rows and their table -------------------------------------------------------------------------
 
 def checkpoint_row(path, args):
@@ -351,13 +409,15 @@ def main(argv=None):
                    help="number of test images (default: 300)")
     p.add_argument("--rows", type=Path, default=ROWS,
                    help="without --ckpt, print the rows of this file (default: the stored rows)")
+    p.add_argument("--one_line", action="store_true", help="measure S of one loop with line 4 of PAP "
+                   "and with line 4 of robust PCA; all else is equal")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     if not args.rows.is_file():
         raise common.InputError(f"--rows {args.rows}: no such file; expected rows written by --out")
     rows = []
     for path in tqdm(args.ckpt, "checkpoints", disable=None):
-        rows.append(checkpoint_row(path, args))
+        rows.append(one_line_row(path, args) if args.one_line else checkpoint_row(path, args))
         if args.out:                                    # after each network: a stop loses nothing
             with open(args.out, "a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import layer_inputs
+from attention import (layer_inputs, penalty, robust_pca, soft_threshold,
+                       symmetric_attention)
 from kpca import pcp
 from robust.patches import corrupt_patches
 from studies import where_is_s
@@ -164,3 +165,13 @@ def test_command_prints_means_over_seeds(tmp_path, capsys):
     ends = [row["values"]["white: AUC of S, step 2"] for row in rows if row["step"] == 9]
     mean, std = sum(ends) / 2, abs(ends[0] - ends[1]) / 2 ** 0.5
     assert f"{mean:.3f} ± {std:.3f} (2)" in shown
+
+
+def test_only_line_4_differs_between_the_loops():
+    k, v = torch.randn(2, 1, 2, 9, 4, generator=torch.Generator().manual_seed(0))
+    lines = where_is_s.LINES
+    assert torch.equal(where_is_s.pursuit(k, v, lines["shrinkage"], 4, True), robust_pca(k, 4))
+    S = where_is_s.pursuit(k, v, lines["attention"], 1, False)
+    mu = penalty(k, mu_dim="head")
+    expected = soft_threshold(k - symmetric_attention(k, v), 1 / 3 / mu)        # sqrt(9 tokens)
+    torch.testing.assert_close(S, expected)
