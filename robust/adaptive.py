@@ -3,11 +3,11 @@
     adv = adaptive_pgd(model, images, labels, 8 / 255)
 
 The soft threshold of PAP has slope 0 where it returns 0. There an attack along the model's own
-gradient can fail although the model is not robust (Athalye et al. 2018). An adaptive attack also
-follows gradients of the same weights with a changed PAP that does not hide them. The change reaches
-your own attention if it passes `**layer.pap` to `rpc_attention`. An attention that hides gradients
-in another way has an entry in SURROGATES. For a model without PAP, adaptive attacks are the plain
-attacks.
+gradient can fail although the model is not robust (Athalye et al. 2018). So an adaptive attack also
+follows the gradients of surrogates. A surrogate is the same network with a changed PAP that does
+not hide gradients. The change reaches your own attention if it passes `**layer.pap` to
+`rpc_attention`. An attention that hides gradients in another way has an entry in SURROGATES. For a
+model without PAP, adaptive attacks are the plain attacks.
 """
 
 import math
@@ -26,9 +26,11 @@ from robust.autoattack import apgd, autoattack
 
 @torch.no_grad()
 def layers_with_pap(model, images):
-    """Return the modules with an attribute pap that model(images) runs, as a ModuleList.
+    """Return the layers with an attribute pap that model(images) can run, as a ModuleList.
 
-    The model may be a plain function, or hide modules in a list: the modules that run count.
+    The model may be a plain function, or hold modules in a list. So this function looks at the
+    calls of modules, not at the model's attributes. The children of a called module are included,
+    because a module may call the method `forward` of a child, which no hook notices.
     """
     found = {}                                                  # a dict keeps the order
 
@@ -37,7 +39,7 @@ def layers_with_pap(model, images):
             if hasattr(layer, "pap"):
                 found[layer] = True
 
-    with register_module_forward_pre_hook(note):
+    with register_module_forward_pre_hook(note):        # a hook on all modules of this process
         model(images[:1])
     return torch.nn.ModuleList(found)
 
@@ -89,7 +91,10 @@ def identity_slope(x, tau):
 
 
 def zero_slope(x, tau):
-    """Compute soft_threshold without gradient: S is a constant, and K - S passes all of it to K."""
+    """Compute soft_threshold without gradient.
+
+    S is then a constant, and K receives the whole gradient of K - S.
+    """
     return straight_through(x, tau, 0.0)
 
 
@@ -147,7 +152,7 @@ def all_surrogates(model, images):
 
 
 def gradient_models(model, images):
-    """Return models for `surrogates` of `apgd`; [] for a model without PAP."""
+    """Return all surrogates as a list, the argument `surrogates` of `apgd`; [] without PAP."""
     found = all_surrogates(model, images)
     return found.equal + found.others
 
@@ -166,17 +171,17 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     surrogates = all_surrogates(model, images).equal
     if not surrogates:
         return adv
-    left = margin(wide(model(adv)), labels)
+    margins = margin(wide(model(adv)), labels)
     for surrogate in surrogates:
-        rows = (left >= 0).nonzero()[:, 0]
+        rows = (margins >= 0).nonzero()[:, 0]                   # not fooled yet
         if not len(rows):
             break
         tried = pgd(surrogate, images[rows], labels[rows], eps[rows], index=index[rows],
                     **settings)
-        margins = margin(wide(model(tried)), labels[rows])
-        nearer = margins < left[rows]
+        new_margins = margin(wide(model(tried)), labels[rows])
+        nearer = new_margins < margins[rows]
         adv[rows[nearer]] = tried[nearer]
-        left[rows[nearer]] = margins[nearer]
+        margins[rows[nearer]] = new_margins[nearer]
     return adv
 
 

@@ -324,6 +324,23 @@ def test_adaptive_attacks_see_into_plain_functions(vit, net):
     assert torch.equal(adaptive_pgd(net[0].forward, images, labels, EPS, **few), plain)
 
 
+class CallsForward(torch.nn.Module):
+    """Run a model by its method forward, which calls no hook of this model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model.forward(x)
+
+
+def test_layer_run_by_its_forward_is_found(net):
+    layer = HiddenGradient()
+    assert list(adaptive.layers_with_pap(CallsForward(layer), net[1])) == [layer]
+    assert adaptive.pap_steps(CallsForward(layer), net[1]) == 1
+
+
 def test_smooth_threshold_has_slope_of_softplus():
     x, tau = torch.linspace(-3, 3, 61, dtype=torch.float64, requires_grad=True), torch.tensor(1.0)
     y = adaptive.smooth_shrink(x, tau)
