@@ -16,8 +16,8 @@ adversarial images:
   seed, index   random numbers depend on (seed, image number index[i]) alone, not on the batch.
             index: (B,) int64; None: 0, 1, 2, ...
 The result is detached; the model's parameters and their .grad stay unchanged. An attack is faster
-if you freeze the parameters. Paper: Teo & Nguyen 2024, sections 4.1 and A.2. Folder of the sources
-`cleverhans:FILE.py`: `cleverhans-lab/cleverhans:cleverhans/torch/attacks`.
+if you freeze the parameters. Paper: Teo & Nguyen 2024, sections 4.1 and A.2. A source
+`cleverhans:FILE.py` is a file in cleverhans/torch/attacks of `cleverhans-lab/cleverhans`.
 """
 
 import math
@@ -51,7 +51,7 @@ def input_gradient(loss, model, images, labels):
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = wide(model(images))
+        logits = wide(model(images))                            # float32 or more
         losses = loss(logits, labels)
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
@@ -74,7 +74,7 @@ def column(x):
 def per_image(images, eps, index):
     """Return eps and index as tensors with one entry per image, so that [rows] selects images."""
     eps = torch.as_tensor(eps, dtype=images.dtype, device=images.device)
-    eps = eps + images.new_zeros(len(images), 1, 1, 1)
+    eps = eps + images.new_zeros(len(images), 1, 1, 1)          # zeros repeat eps for every image
     if index is None:
         index = torch.arange(len(images))
     return eps, index.to(images.device)
@@ -128,7 +128,8 @@ def check_logits(logits):
         if ((logits.sum(1) - total).abs() < 1e-4 * total).all():
             raise InputError(f"the model returns probabilities{unit} "
                              f"(rows sum to {total}), {expected}")
-    # A few logits can lie between 0 and 1 by chance, and an untrained layer can return 0 only.
+    # Fewer than 16 logits can lie between 0 and 1 by chance. Equal logits are no error, because a
+    # layer whose weights start at 0 returns equal logits before the training.
     if logits.numel() >= 16 and logits.max() <= 1 and logits.min() < logits.max():
         raise InputError(f"the model returns scores from 0 to 1, {expected}")
 
@@ -139,8 +140,8 @@ def check_repeats(model, images, logits):
 
     logits: (B, classes), the model's answer for images, after `check_logits`. Two images are
     enough. The model runs twice on each image alone. The two answers must agree to 0.1 % of the
-    largest logit. They must agree with logits to 5 %, because rounding depends on the batch size,
-    in bf16 most.
+    largest logit. The tolerance between an answer and logits is 5 %, because rounding depends on
+    the batch size, most of all in bf16.
     """
     alone = one_by_one(model, images).to(logits)
     again = one_by_one(model, images).to(logits)
@@ -150,18 +151,19 @@ def check_repeats(model, images, logits):
                          f"the same")
     largest = logits.abs().max()
     change = (again - alone).abs().max()
-    if not change <= 1e-3 * largest:
-        raise InputError(f"the model's logits change by up to {change:.2g} (the largest is "
-                         f"{largest:.2g}) if the model gets the same image again; expected "
-                         f"the same logits: is dropout on, for example in a module in a "
-                         f"plain list, or does the network draw random numbers or adapt to "
-                         f"its inputs?")
+    if not change <= 1e-3 * largest:                            # also true if change is nan
+        raise InputError(f"two calls with the same image return logits that differ by up to "
+                         f"{change:.2g}; the largest logit is {largest:.2g}; expected the "
+                         f"same logits in every call. Possible causes: dropout is on, for "
+                         f"example in a module in a plain list; the model draws random "
+                         f"numbers; the model adapts to its inputs")
     change = (alone - logits).abs().max()
-    if not change <= 0.05 * largest:
-        raise InputError(f"the model's logits of an image change by up to {change:.2g} (the "
-                         f"largest is {largest:.2g}) with the other images of the batch; "
-                         f"expected a function of one image: does a BatchNorm use the "
-                         f"statistics of the batch, or does the network adapt to its inputs?")
+    if not change <= 0.05 * largest:                            # also true if change is nan
+        raise InputError(f"the logits of an image differ by up to {change:.2g} between a batch "
+                         f"and a call with this image alone; the largest logit is "
+                         f"{largest:.2g}; expected logits that depend on one image. Possible "
+                         f"causes: a BatchNorm uses the statistics of the batch; the model "
+                         f"adapts to its inputs")
 
 
 def one_by_one(model, images):
@@ -209,8 +211,9 @@ def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
 def step_share(steps):
     """Return the default step size of `pgd` as a share of eps.
 
-    The share is 0.15, as in the paper's code, for 17 steps and more. Fewer steps are longer: they
-    add up to 2.5 eps (Madry et al. 2018), so a walk from any start can reach any corner.
+    The share is 0.15, as in the paper's code, for 17 steps and more. With fewer steps, each step is
+    longer: all steps together move a pixel by 2.5 eps (Madry et al. 2018), so a walk from any start
+    can reach any corner.
     """
     return max(0.15, 2.5 / steps)
 
@@ -236,7 +239,7 @@ def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, 
     for _ in range(steps):
         logits, _, grad = input_gradient(cross_entropy, model, adv, labels)
         adv = (adv + alpha * grad.sign()).clamp(low, high)
-    check_logits(logits)
+    check_logits(logits)            # once, after the loop: a GPU waits here, and nan stays in adv
     return adv
 
 
@@ -248,7 +251,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
     adv = images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
-        new_seed = (seed + 1_000_003 * run) % 2 ** 31
+        new_seed = (seed + 1_000_003 * run) % 2 ** 31                   # far from seed + 1, ...
         tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
                        index=index[rows], **settings)
         fooled = model(tried).argmax(1) != labels[rows]
@@ -266,7 +269,7 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
     check_inputs(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
-    moved = images + eps * noise_like(images, index, seed, NOISE, 0)
+    moved = images + eps * noise_like(images, index, seed, NOISE, 0)    # draw 0, the only one
     return moved.clamp(*bounds(images, eps, clip))
 
 
@@ -278,29 +281,31 @@ def adam(grad, first, second, t, lr):
     first = first.lerp(grad, 0.1)                                       # 0.9 first + 0.1 g
     second = (0.999 * second).addcmul(grad, grad, value=0.001)          # 0.999 second + 0.001 g^2
     scale = (second / (1 - 0.999 ** t)).sqrt() + 1e-8
-    return lr / (1 - 0.9 ** t) * first / scale, first, second
+    change = lr / (1 - 0.9 ** t) * first / scale
+    return change, first, second
 
 
 def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at the image x, `centre`; shaped as centre.
 
     The estimate is the mean of (m(x + delta v) - m(x - delta v)) / (2 delta) v over `pairs` tensors
-    v of random signs. 16 bits of one random number provide 16 signs.
+    v of random signs. 16 bits of one random number provide 16 signs, one for each v of a group.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
-    for word in range(math.ceil(pairs / 16)):
-        r = min(16, pairs - 16 * word)                                      # pairs of this round
-        shifts = torch.arange(r, device=centre.device, dtype=torch.int32)[:, None]
-        bits = (uniform(index, grad.shape[1], *key, word) * 2 ** 24).int()
-        bits = (bits[:, None] >> shifts) & 1                                # (b, r, D)
+    for group in range(math.ceil(pairs / 16)):
+        n = min(16, pairs - 16 * group)                                     # pairs in this group
+        place = torch.arange(n, device=centre.device, dtype=torch.int32)[:, None]
+        numbers = (uniform(index, grad.shape[1], *key, group) * 2 ** 24).int()      # (b, D)
+        bits = (numbers[:, None] >> place) & 1                              # (b, n, D)
         signs = 2 * bits.to(centre.dtype) - 1
-        step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, r, 3, H, W)
+        step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, n, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
-        logits = wide(model(probes.flatten(0, 2)))
-        margins = margin(logits, labels.repeat_interleave(2 * r)).view(-1, 2, r)
-        slopes = (margins[:, :1] - margins[:, 1:]) / (2 * delta)            # (b, 1, r)
-        grad += (slopes @ signs)[:, 0]                                      # (b, D)
+        logits = wide(model(probes.flatten(0, 2)))                          # (b * 2 * n, classes)
+        margins = margin(logits, labels.repeat_interleave(2 * n))
+        plus, minus = margins.view(-1, 2, n).unbind(1)                      # (b, n) each
+        slopes = (plus - minus) / (2 * delta)
+        grad += (slopes[:, None] @ signs)[:, 0]                             # (b, D)
     return grad.view_as(centre) / pairs
 
 
@@ -309,8 +314,8 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
          seed=0, index=None):
     """Attack without gradients: Adam, lr 0.01, on the margin with an estimated gradient.
 
-    The start is x + U(-eps, eps). The gradient is estimated at the current image, or, with
-    legacy=True, at 2x in every step, as cleverhans 4.0.0 does, where x is the clean image. An image
+    The start is x + U(-eps, eps), where x is the clean image. The gradient is estimated at the
+    current image. legacy=True estimates it at 2x in every step, as cleverhans 4.0.0 does. An image
     is finished as soon as its iterate is misclassified; it costs up to 2 * pairs * steps = 10,240
     forward passes.
     Uesato et al. 2018; `cleverhans:spsa.py`.
@@ -322,12 +327,12 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
     # s: the state of the unfinished images; row i belongs to image s.row[i].
     s = SimpleNamespace(row=torch.arange(len(x), device=x.device),
                         labels=labels, index=index, x=x, low=low, high=high,
-                        first=torch.zeros_like(x), second=torch.zeros_like(x))      # of `adam`
+                        first=torch.zeros_like(x), second=torch.zeros_like(x))  # Adam's moments
 
-    # 16 sign vectors make 32 probes per image. The probes of `size` images fit into the CPU's cache
-    # or the GPU's memory.
-    values = 3 * 2 ** 17 if x.device.type == "cpu" else 2 ** 26
-    size = max(1, values // x[0].numel() // 32)
+    # 16 sign vectors make 32 probes per image. The probes for a chunk of images fit into the CPU's
+    # cache or the GPU's memory.
+    values = 3 * 2 ** 17 if x.device.type == "cpu" else 2 ** 26         # in all probes of a chunk
+    chunk = max(1, values // x[0].numel() // 32)                        # images
     adv = images.clone()
     for t in range(1, steps + 1):
         s = select_rows(s, ~fooled)
@@ -335,7 +340,8 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
             break
         around = 2 * images[s.row] if legacy else s.x
         grads = []
-        for centre, y, i in zip(around.split(size), s.labels.split(size), s.index.split(size)):
+        chunks = zip(around.split(chunk), s.labels.split(chunk), s.index.split(chunk))
+        for centre, y, i in chunks:
             grads.append(spsa_gradient(model, centre, y, i, pairs, seed, SIGNS, t))
         change, s.first, s.second = adam(torch.cat(grads), s.first, s.second, t, 0.01)
         s.x = (s.x - change).clamp(s.low, s.high)
@@ -348,10 +354,12 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
 
 def project_l1(x, radius):
     """Return the nearest points with ||x||_1 <= radius (Duchi et al. 2008). x: (B, n)."""
+    # Column j - 1 of size is the j-th largest |x|. Column j - 1 of excess is the sum of the j
+    # largest, minus the radius. rho is the last j with size_j > excess_j / j.
     size = x.abs().sort(1, descending=True).values
-    excess = size.cumsum(1) - radius                   # column j - 1: for the j largest entries
+    excess = size.cumsum(1) - radius
     j = torch.arange(1, size.shape[1] + 1, device=x.device)
-    rho = (j * size > excess).sum(1, keepdim=True).clamp(min=1)     # last size_j > excess_j / j
+    rho = (j * size > excess).sum(1, keepdim=True).clamp(min=1)
     theta = (excess.gather(1, rho - 1) / rho).clamp(min=0)          # 0: x is already inside
     return soft_threshold(x, theta)
 
@@ -366,9 +374,10 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     x_adv - x down to the L1 ball, as cleverhans does; False projects it.
     Tramer & Boneh 2019; `cleverhans:sparse_l1_descent.py`.
     """
-    clean_logits(model, images, clip=clip)
+    clean_logits(model, images, clip=clip)                      # only for its checks
     size = images[0].numel()
-    count = size - max(int(0.99 * size), 1) + 1                         # 1 % of the entries
+    # Like cleverhans, take the largest entries from the int(0.99 size)-th smallest on: 1 %.
+    count = size - max(int(0.99 * size), 1) + 1
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
@@ -376,7 +385,8 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
         grad = grad.flatten(1)
         least = grad.abs().topk(count).values[:, -1:]
         largest = grad.abs() >= least
-        step = l1 / 10 * grad.sign() * largest / largest.sum(1, keepdim=True)
+        step = (l1 / 10) * grad.sign() * largest
+        step = step / largest.sum(1, keepdim=True)              # all of them share eps/10 equally
         move = (adv - images).flatten(1) + step
         if rescale:
             length = move.abs().sum(1, keepdim=True)
@@ -386,7 +396,14 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
         adv = images + move.view_as(images)
         if clip:
             adv = adv.clamp(0, 1)
-    return images + soft_threshold(adv - images, 2.0 ** -22)  # rounding must not exceed l1
+    # Rounding can move adv out of the L1 ball, so make each change smaller by 2^-22.
+    change = soft_threshold(adv - images, 2.0 ** -22)
+    return images + change
+
+
+def weighted_hinge(logits, labels, c, confidence):
+    """Return c max(margin + confidence, 0), (B,), the loss of `cw` for the logits. c: (B,)."""
+    return c * (margin(logits, labels) + confidence).clamp(min=0)
 
 
 def cw_round(model, images, labels, c, confidence, steps, lr):
@@ -394,8 +411,8 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
 
     c: (B,), as in `cw`. Returns the nearest successful iterates and their squared distances (B,),
     inf if no iterate succeeded. An image is finished when its loss falls by less than 2 % within a
-    tenth of the steps. The authors' code stops the whole batch, at 0.01 %: three times slower, 1 %
-    nearer.
+    tenth of the steps. The authors' code stops when the loss of the whole batch falls by less than
+    0.01 %. That takes three times as long, and its images are 1 % nearer.
     """
     far = torch.full_like(c, math.inf)
     found = images.clone()
@@ -403,15 +420,13 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
     w = torch.atanh(0.999999 * (2 * images - 1))
     s = SimpleNamespace(row=torch.arange(len(w), device=w.device),
                         x=images, labels=labels, c=c, w=w,
-                        first=torch.zeros_like(w), second=torch.zeros_like(w),      # of `adam`
+                        first=torch.zeros_like(w), second=torch.zeros_like(w),  # Adam's moments
                         near=images, distance=far, last_loss=far)
-
-    def weighted_hinge(logits, labels):
-        return s.c * (margin(logits, labels) + confidence).clamp(min=0)
 
     for t in range(1, steps + 1):
         adv = (s.w.tanh() + 1) / 2
-        logits, hinge, grad = input_gradient(weighted_hinge, model, adv, s.labels)
+        loss = partial(weighted_hinge, c=s.c, confidence=confidence)
+        logits, hinge, grad = input_gradient(loss, model, adv, s.labels)
         l2 = (adv - s.x).square().flatten(1).sum(1)
         better = (margin(logits, s.labels) + confidence < 0) & (l2 < s.distance)
         s.near = torch.where(column(better), adv, s.near)
@@ -436,28 +451,29 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3,
 
     The attack has no budget, so report distances instead of an accuracy. c weighs misclassification
     against distance: it starts at c0, grows tenfold until a round succeeds, then bisection refines
-    it, per image. clip=False clamps the images to [0, 1] first, as cleverhans does.
+    it, per image. clip=True: pixels outside [0, 1] are an error. clip=False: the attack clamps them
+    to [0, 1] first, as cleverhans does. The result lies in [0, 1] for both.
     Carlini & Wagner 2017, `carlini/nn_robust_attacks:l2_attack.py`.
     """
     adv = images.clone() if clip else images.clamp(0, 1)
-    left = margin(clean_logits(model, adv), labels) + confidence
-    rows = (left >= 0).nonzero()[:, 0]                             # unfooled images
+    margins = margin(clean_logits(model, adv), labels)
+    rows = (margins + confidence >= 0).nonzero()[:, 0]                  # unfooled images
     if not len(rows):
         return adv
 
     images = adv[rows]
     labels = labels[rows]
-    distance = torch.full_like(left[rows], math.inf)
+    distance = torch.full_like(margins[rows], math.inf)                 # inf: no success yet
     lower = torch.zeros_like(distance)
-    upper = torch.full_like(distance, 1e10)
+    upper = torch.full_like(distance, math.inf)                         # inf: no success yet
     c = torch.full_like(distance, c0)
     for _ in range(search_steps):
-        found, near = cw_round(model, images, labels, c, confidence, steps, lr)
-        success = near < math.inf
-        nearer = near < distance
-        adv[rows[nearer]] = found[nearer]
-        distance = torch.minimum(near, distance)
+        tried, new_distance = cw_round(model, images, labels, c, confidence, steps, lr)
+        success = new_distance < math.inf
+        nearer = new_distance < distance
+        adv[rows[nearer]] = tried[nearer]
+        distance = torch.minimum(new_distance, distance)
         upper = torch.where(success, c, upper)
         lower = torch.where(success, lower, c)
-        c = torch.where(upper < 1e9, (lower + upper) / 2, 10 * c)
+        c = torch.where(upper < math.inf, (lower + upper) / 2, 10 * c)
     return adv

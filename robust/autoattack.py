@@ -61,7 +61,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
     follows the gradient of each surrogate in turn. draw: the number of the random start.
     Source: `autopgd_base.py`. Here a misclassified image leaves the batch at the next multiple of
-    ten steps. Both return the last misclassified iterate.
+    ten steps. Like the source, this attack returns the last misclassified iterate.
     """
     robust = clean_logits(model, images, eps, clip).argmax(1) == labels
     eps, index = per_image(images, eps, index)
@@ -70,7 +70,7 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
     start = images + eps * noise / noise.abs().amax((1, 2, 3), keepdim=True)
     objective = dict(ce=cross_entropy, dlr=dlr)[loss]
     if targets is None:
-        targets = labels                                        # not used
+        targets = labels                    # a placeholder in the state: ce and dlr do not use it
     else:
         objective = targeted_dlr
 
@@ -81,7 +81,8 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
         on = robust.nonzero()[:, 0]
         if not len(on):
             break
-        adv[on], fooled = climb(model, source, objective, select_rows(state, robust), steps)
+        start_state = select_rows(state, robust)
+        adv[on], fooled = climb(model, source, objective, start_state, steps)
         robust[on] = ~fooled
     return adv
 
@@ -96,15 +97,18 @@ def climb(model, source, objective, s, steps):
     fooled = torch.zeros_like(s.labels, dtype=torch.bool)
     s.row = torch.arange(len(adv), device=adv.device)   # row i of s belongs to adv[s.row[i]]
     evaluate_point(s, model, source, objective)
+    s.fooled = s.fooled_now
     s.x_old = s.x
     s.adv = torch.where(column(s.fooled), s.x, s.adv)
     s.best_x = s.x
     s.best_grad = s.grad
     s.best_loss = s.loss
-    s.checked_loss = s.loss
+    s.loss_at_checkpoint = s.loss
     s.rises = torch.zeros_like(s.labels)
-    s.halved = torch.ones_like(s.fooled)
-    window, shrink, least = (max(int(share * steps), 1) for share in (0.22, 0.03, 0.06))
+    s.halved = torch.ones_like(s.fooled)            # True: no_gain is False at the first checkpoint
+    window = max(int(0.22 * steps), 1)              # steps up to the next checkpoint
+    shrink = max(int(0.03 * steps), 1)              # each window is this much shorter
+    least = max(int(0.06 * steps), 1)
     checkpoint = window
 
     for i in range(steps):
@@ -117,10 +121,9 @@ def climb(model, source, objective, s, steps):
 
         # Evaluate the new point and keep the best one.
         last_loss = s.loss
-        fooled_before = s.fooled
         evaluate_point(s, model, source, objective)
-        s.adv = torch.where(column(s.fooled), s.x, s.adv)
-        s.fooled = s.fooled | fooled_before
+        s.adv = torch.where(column(s.fooled_now), s.x, s.adv)
+        s.fooled = s.fooled | s.fooled_now
         s.rises = s.rises + (s.loss > last_loss)
         better = column(s.loss > s.best_loss)
         s.best_x = torch.where(better, s.x, s.best_x)
@@ -142,25 +145,25 @@ def climb(model, source, objective, s, steps):
 
 
 def evaluate_point(s, model, source, objective):
-    """Set s.fooled, s.loss (of the model) and s.grad (of source) at the point s.x."""
-    if objective is targeted_dlr:
+    """Set s.fooled_now, s.loss (of the model) and s.grad (of source) at the point s.x."""
+    if objective is targeted_dlr:                   # s.targets belongs to the images still in s
         objective = partial(targeted_dlr, targets=s.targets)
     logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
     if source is not model:
         logits = wide(model(s.x))
         s.loss = objective(logits, s.labels)
-    s.fooled = logits.argmax(1) != s.labels
+    s.fooled_now = logits.argmax(1) != s.labels
 
 
 def halve_steps(s, window):
     """In s, halve the step of each image without progress, and restart it from its best point."""
     few_rises = s.rises <= 0.75 * window                        # of the last `window` steps
-    no_gain = ~s.halved & (s.checked_loss >= s.best_loss)       # since the last checkpoint
+    no_gain = ~s.halved & (s.loss_at_checkpoint >= s.best_loss)
     s.halved = few_rises | no_gain
     s.step = torch.where(column(s.halved), s.step / 2, s.step)
     s.x = torch.where(column(s.halved), s.best_x, s.x)
     s.grad = torch.where(column(s.halved), s.best_grad, s.grad)
-    s.checked_loss = s.best_loss
+    s.loss_at_checkpoint = s.best_loss
     s.rises = torch.zeros_like(s.rises)
 
 
@@ -192,23 +195,25 @@ def box_projection(v, w, b, low, high):
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
 
-    Move every coordinate by lam, or to its bound if the bound is nearer. This lowers <w, v> by
-    D(lam) = sum_j |w_j| min(lam, room_j). D is concave and piecewise linear, so Newton's method
-    from below reaches D(lam) = c exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects;
-    its d is the same, but it is slower.
+    <w, v> must fall by c = <w, v> - b. If c < 0, flip the sign of w and of c. room_j is the distance
+    of coordinate j from the bound towards which <w, v> falls. Move every coordinate by lam, or to
+    its bound if room_j < lam. This lowers <w, v> by D(lam) = sum_j |w_j| min(lam, room_j). D is
+    concave and piecewise linear, so Newton's method from below finds the lam with D(lam) = c
+    exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects; its d is the same, but it is
+    slower.
     """
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
-    w = w * (1 - 2 * (c < 0).to(w.dtype))
+    w = torch.where(c < 0, -w, w)
     c = c.abs()
     room = torch.where(w > 0, v - low, high - v)
-    slopes = w.abs()
+    weight = w.abs()
     tiny = torch.finfo(w.dtype).tiny
-    lam = c / slopes.sum(1, keepdim=True).clamp_min(tiny)
+    lam = c / weight.sum(1, keepdim=True).clamp_min(tiny)
     growing = True
     while growing:
         at_bound = (room <= lam).to(w.dtype)
-        used = (slopes * room * at_bound).sum(1, keepdim=True)
-        slope = (slopes * (1 - at_bound)).sum(1, keepdim=True)
+        used = (weight * room * at_bound).sum(1, keepdim=True)
+        slope = (weight * (1 - at_bound)).sum(1, keepdim=True)              # of D at lam
         new_lam = torch.maximum(lam, (c - used) / slope.clamp_min(tiny))
         growing = (new_lam > lam).any()
         lam = new_lam
@@ -239,10 +244,14 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
             fab_step(s, model, s.targets[:, k], *box)
             if i % 10 == 9 or i == steps - 1:
                 near = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1)
-                found = near & s.distance.isfinite()
+                found = near & s.distance.isfinite()        # inf: s.adv is still the clean image
                 adv[s.row[found]] = s.adv[found]
                 s = select_rows(s, ~found)
     return adv
+
+
+OVERSHOOT = 1.05            # a step is this much longer than the way to the boundary
+MAX_WEIGHT = 0.1            # the largest weight of the point near the clean image
 
 
 def fab_step(s, model, targets, low, high):
@@ -251,19 +260,19 @@ def fab_step(s, model, targets, low, high):
     Changes s.x, and s.adv and s.distance where the new point fools the model and is nearer.
     """
     loss = partial(target_margin, targets=targets)
-    _, h, w = input_gradient(loss, model, s.x, s.labels)
+    _, height, grad = input_gradient(loss, model, s.x, s.labels)
     x = s.x.flatten(1)
-    w = w.flatten(1)
+    w = grad.flatten(1)
     x0 = s.x0.flatten(1)
-    b = (w * x).sum(1) - h                                      # the boundary: <w, x'> = b
+    b = (w * x).sum(1) - height                                 # the boundary: <w, x'> = b
 
     # Project x and the clean x0 onto the boundary. Take a point between the two projections.
-    d = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
-    size = d.abs().amax(1).clamp_min(1e-8)
-    a, a0 = size.view(2, -1, 1)
-    d, d0 = d.view(2, *x.shape)
-    alpha = (a / (a + a0)).clamp_max(0.1)
-    x = (1 - alpha) * (x + 1.05 * d) + alpha * (x0 + 1.05 * d0)
+    moves = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
+    lengths = moves.abs().amax(1).clamp_min(1e-8)
+    move, move0 = moves.view(2, *x.shape)
+    length, length0 = lengths.view(2, -1, 1)                    # (B, 1) each
+    weight0 = (length / (length + length0)).clamp_max(MAX_WEIGHT)
+    x = (1 - weight0) * (x + OVERSHOOT * move) + weight0 * (x0 + OVERSHOOT * move0)
     x = x.clamp(low, high).view_as(s.x)
 
     # Keep the nearest point that fools the model. If the new point fools the model, continue from
@@ -307,12 +316,13 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
             draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + query // 50)
             draws = draws.view(-1, 50, 2 + C)
         draw = draws[:, query % 50]                             # 2 for the place, C for the signs
-        inside = random_square(draw[:, :2], query, H, W).to(eps.dtype)
+        inside = random_square(draw[:, :2], query, H, W)
+        # 2 eps is the distance from low to high, so the push reaches a bound from every value.
         push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
-        candidate = torch.addcmul(s.best, push, inside).clamp(s.low, s.high)
+        candidate = torch.where(inside, s.best + push, s.best).clamp(s.low, s.high)
         new_margin = margin(wide(model(candidate)), s.labels)
-        better = column(new_margin < s.margin).to(eps.dtype)
-        s.best = torch.lerp(s.best, candidate, better)          # exact at weights 0 and 1
+        better = column(new_margin < s.margin)
+        s.best = torch.where(better, candidate, s.best)
         s.margin = torch.minimum(new_margin, s.margin)
     fooled = s.margin < 0
     adv[s.row[fooled]] = s.best[fooled]
@@ -346,8 +356,8 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                surrogates=(), clip=True, seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    surrogates: for APGD-CE and APGD-T; the standard version has none. 4 classes or more. Prints how
-    many images are still robust after each stage.
+    surrogates: for APGD-CE and APGD-T; the standard version has none. The model needs 4 classes or
+    more. Prints how many images are still robust after each stage.
     """
     stages = {"APGD-CE": partial(apgd, steps=steps, surrogates=surrogates),
               "APGD-T": partial(apgd_t, steps=steps, surrogates=surrogates,
@@ -355,7 +365,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps, clip)
-    check_classes(logits, 4, "AutoAttack")                      # before APGD-CE takes its time
+    check_classes(logits, 4, "AutoAttack")      # APGD-T needs 4; APGD-CE before it would take long
     robust = logits.argmax(1) == labels
     eps, index = per_image(images, eps, index)
     adv = images.clone()
