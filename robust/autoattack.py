@@ -195,11 +195,11 @@ def box_projection(v, w, b, low, high):
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
 
-    <w, v> must fall by c = <w, v> - b. If c < 0, flip the sign of w and of c. room_j is the distance
-    of coordinate j from the bound towards which <w, v> falls. Move every coordinate by lam, or to
-    its bound if room_j < lam. This lowers <w, v> by D(lam) = sum_j |w_j| min(lam, room_j). D is
-    concave and piecewise linear, so Newton's method from below finds the lam with D(lam) = c
-    exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects; its d is the same, but it is
+    <w, v> must fall by c = <w, v> - b. If c < 0, flip the sign of w and of c. room_j is the
+    distance of v_j from the bound at which w_j v_j is smallest. Move every coordinate by lam, or to
+    this bound if room_j < lam. The moves lower <w, v> by D(lam) = sum_j |w_j| min(lam, room_j). D
+    is concave and piecewise linear, so Newton's method from below finds the lam with D(lam) = c
+    exactly, in 3 to 6 rounds. `fab_projections.py` sorts and bisects; it finds the same d, but is
     slower.
     """
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)

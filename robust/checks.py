@@ -59,17 +59,18 @@ def gradients(model, x, y):
 def steps_and_restarts(model, x, y, eps, steps=20, **options):
     """Check 2: five times the steps, or five restarts, fool no more images."""
     adv = pgd(model, x, y, eps, steps=steps, **options)
-    once = is_right(model, adv, y)
+    right_short = is_right(model, adv, y)
     adv = pgd(model, x, y, eps, steps=5 * steps, **options)
-    more = is_right(model, adv, y)
+    right_long = is_right(model, adv, y)
     adv = restarted(model, x, y, eps, restarts=5, steps=steps, **options)
-    again = is_right(model, adv, y)
+    right_restarts = is_right(model, adv, y)
+    least = right_short.sum() - slack(y)            # so many must still be right
     conditions = {f"{5 * steps} steps fool no more images than {steps} steps":
-                  once.sum() - more.sum() <= slack(y),
-                  "5 restarts fool no more images": once.sum() - again.sum() <= slack(y)}
-    return conditions, (f"at {255 * eps:g}/255 PGD leaves {percent(once, more)} "
+                  right_long.sum() >= least,
+                  "5 restarts fool no more images": right_restarts.sum() >= least}
+    return conditions, (f"at {255 * eps:g}/255 PGD leaves {percent(right_short, right_long)} "
                         f"after {steps} and {5 * steps} steps; "
-                        f"{percent(again)} with 5 restarts")
+                        f"{percent(right_restarts)} with 5 restarts")
 
 
 def left_by(attack, model, x, y, eps):
@@ -78,7 +79,10 @@ def left_by(attack, model, x, y, eps):
 
 
 def rivals(model, x, y, eps, others):
-    """Checks 3 and 4: `others`, {name: attack}, fool no more images than attacks with gradients."""
+    """Check 3 or 4: other attacks fool no more images than attacks along the model's gradient.
+
+    others: {name: attack}, the other attacks.
+    """
     x = x[:FEW]
     y = y[:FEW]
     attacks = [pgd, apgd]
@@ -86,7 +90,7 @@ def rivals(model, x, y, eps, others):
         short_apgd_t = partial(apgd_t, num_targets=3)
         attacks.append(short_apgd_t)
     left = [left_by(attack, model, x, y, eps) for attack in attacks]
-    direct = torch.stack(left).all(0)
+    direct = torch.stack(left).all(0)                           # right after every attack
     conditions = {}
     texts = []
     for name, attack in others.items():
@@ -104,6 +108,7 @@ def sweep_to_zero(model, x, y, left):
     """
     counts = [flags.sum() for flags in left]
     falls = [after <= before + slack(y) for before, after in zip(counts, counts[1:])]
+    # With eps 1, an attack may turn every image into any other, for example into a grey image.
     grey = is_right(model, pgd(model, x, y, 1.0, steps=40), y)
     nearest = cw(model, x[:FEW], y[:FEW], steps=150, lr=0.01, search_steps=4, c0=1.0)
     spared = is_right(model, nearest, y[:FEW])
@@ -116,7 +121,10 @@ def sweep_to_zero(model, x, y, left):
 
 
 def half_budget(left):
-    """Return the budget at which the accuracy is nearest to half of the clean accuracy."""
+    """Return the budget above 0 at which the accuracy is nearest to half of the clean accuracy.
+
+    left: as in `sweep_to_zero`. left[0], at budget 0, is the clean accuracy.
+    """
     half = left[0].sum() / 2
     distances = [abs(flags.sum() - half) for flags in left[1:]]
     return BUDGETS[1 + distances.index(min(distances))]
@@ -135,7 +143,7 @@ def run_checks(model, x, y, name="", twin=None):
         passed[number] = not wrong
         verdict = "FAIL" if wrong else "PASS"
         if wrong:
-            claim += f"; but not: {', '.join(wrong)}"
+            claim += f"; not true: {', '.join(wrong)}"
         print(f"{verdict} {number} {claim}\n       {evidence}", flush=True)
 
     def transfer(model, x, y, eps):
@@ -169,23 +177,28 @@ def run_checks(model, x, y, name="", twin=None):
 
 def main():
     """Check the networks of --ckpt on 64 test images; a softmax network among them is the twin."""
-    import eval_robust
+    import eval_robust              # here only: the checks above work without the evaluator
     p = common.new_parser(__doc__)
     p.add_argument("--ckpt", nargs="+", required=True,
                    help="checkpoints of train_cls.py")
     p.add_argument("--limit", type=int, default=64,
                    help="number of test images (default: 64)")
     own = p.parse_args()
+    # The evaluator's functions read its flags. One batch contains all images.
     args = eval_robust.get_args(["--ckpt", *own.ckpt, "--batch_size", str(own.limit)])
     args.rank, args.world, args.device = common.start_processes(None)
     models = [eval_robust.load_model(path, None, args.device) for path in own.ckpt]
     args = eval_robust.complete_flags(args, models)
     data = eval_robust.load_data(args, models)
-    index = eval_robust.choose(len(data.labels), "pgd", args)[:own.limit]
-    x, labels, *_ = next(eval_robust.batches(data, index, args))
-    softmax = next((m for m in models if m.about["model"].startswith("softmax")), None)
+    index = eval_robust.choose(len(data.labels), "pgd", args)   # the images of the measure pgd
+    index = index[:own.limit]
+    x, labels, *_ = next(eval_robust.batches(data, index, args))        # the only batch
+    twin = None
     for m in models:
-        run_checks(m.net, x, labels, m.about["model"], softmax and softmax.net)
+        if twin is None and m.about["model"].startswith("softmax"):
+            twin = m.net
+    for m in models:
+        run_checks(m.net, x, labels, m.about["model"], twin)
 
 
 if __name__ == "__main__":
