@@ -49,9 +49,11 @@ def shot_table(photons, device):
     k = torch.arange(photons, dtype=torch.float64)
     rate = torch.arange(256, dtype=torch.float64)[:, None] * photons / 255
     below = (torch.xlogy(k, rate) - rate - torch.lgamma(k + 1)).exp().cumsum(1)   # Poisson: P(<= k)
+    # Column k of edges: the quantile at which k photons end. The last column, `photons` or more, is
+    # white and ends at 2^16. count: how many quantiles have k photons.
     edges = F.pad((below * 2 ** 16).round().long(), (0, 1), value=2 ** 16)
     count = edges.diff(dim=1, prepend=edges.new_zeros(256, 1)).flatten()
-    value = (torch.arange(photons + 1, dtype=torch.float64) / photons * 255).byte()  # last: white
+    value = (torch.arange(photons + 1, dtype=torch.float64) / photons * 255).byte()
     return value.repeat(256).repeat_interleave(count).to(device)
 
 
@@ -81,8 +83,8 @@ def defocus_blur(images, c, u):
     H, W = images.shape[2:]
     kernel = disk(*c)
     x = F.pad(images.float(), [len(kernel) // 2] * 4, mode="reflect")
-    exact = torch.float32 if images.device.type == "mps" else torch.float64
-    total = torch.zeros_like(images, dtype=exact)
+    sum_dtype = torch.float32 if images.device.type == "mps" else torch.float64
+    total = torch.zeros_like(images, dtype=sum_dtype)
     same = torch.empty_like(images, dtype=torch.float32)
     for weight in kernel[kernel > 0].unique().tolist():
         same.zero_()
@@ -106,25 +108,26 @@ def glass_blur(images, c, u):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
     The source visits the pixels from the last to the first and overwrites each with the pixel at a
-    random shift. (It wants to swap them, but swaps two views of one array.) A copied pixel that was
-    visited earlier was itself overwritten, so the copies form a chain. A chain continues with
-    probability < 0.43 per step, so pointer doubling follows it for 32 steps.
+    random shift, the target. (It wants to swap them, but swaps two views of one array.) If the
+    target was visited earlier, it already holds a copy of its own target. So the copies form a
+    chain, whose last target is the pixel that arrives. A chain continues with probability < 0.43
+    per step, so 32 steps are enough. 5 doublings follow it for 32 steps.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
     shift = draw_glass_blur(u, H, W, c)
     pixel = torch.arange(H * W, device=images.device).expand(B, -1)
-    border = (d + 1, d - 1, d + 1, d - 1)                       # pixels that are not shifted
+    border = (d + 1, d - 1, d + 1, d - 1)       # left, right, top, bottom: pixels without a shift
     inside = F.pad(torch.ones_like(shift[:, 0], dtype=torch.bool), border).flatten(1)
-    doublings = 5 if d > 1 else 0                               # there are no chains for d = 1
+    doublings = 5 if d > 1 else 0       # d = 1 has no chains: its targets are visited later
     source = pixel
     for step in shift.unbind(1):
         target = pixel + F.pad(step, border).flatten(1)
         visited_earlier = (target > pixel) & inside.gather(1, target)
-        chain = torch.where(visited_earlier, target, pixel)
+        end = torch.where(visited_earlier, target, pixel)       # one step along the chain
         for _ in range(doublings):
-            chain = chain.gather(1, chain)
-        source = source.gather(1, target.gather(1, chain))
+            end = end.gather(1, end)                            # twice as many steps
+        source = source.gather(1, target.gather(1, end))
     x = quantise(gaussian_blur(images.float(), sigma))
     source = source[:, None].expand(-1, C, -1)
     x = x.flatten(2).gather(2, source).view_as(images)
@@ -147,7 +150,8 @@ def zoom_blur(images, c, u):
     x = images.float()
     total = x.clone()
     # By rounding, arange(1, 1.11, 0.01) includes the end 1.11 (severity 1), as in the source.
-    factors = np.arange(1, *c).tolist()
+    end, step = c
+    factors = np.arange(1, end, step).tolist()
     for f in factors:
         h = cropped(H, f)
         w = cropped(W, f)
@@ -161,10 +165,13 @@ def zoom_blur(images, c, u):
 
 def draw_snow(u, H, W, c):
     """Draw the visible part of a standard normal field, (B, h, w), and angles (B,) in degrees."""
-    h = cropped(H, c[2])
-    w = cropped(W, c[2])
+    zoom = c[2]
+    h = cropped(H, zoom)
+    w = cropped(W, zoom)
     numbers = u(h * w + 1)
-    return normal(numbers[:, 1:]).view(-1, h, w), numbers[:, 0] * 90 - 135
+    angle = numbers[:, 0] * 90 - 135
+    field = normal(numbers[:, 1:]).view(-1, h, w)
+    return field, angle
 
 
 def snow(images, c, u):
@@ -183,52 +190,62 @@ def snow(images, c, u):
 def frost(images, c, u, frost_dir=None):
     """Return the weighted sum of the image and a random part of a random texture of frost."""
     H, W = images.shape[2:]
+    image_weight, frost_weight, scale = c
     numbers = u(3)
-    textures = scaled_frost(frost_dir, c[2], H, W, images.device)
+    textures = scaled_frost(frost_dir, scale, H, W, images.device)
     which = (numbers[:, 0] * len(textures)).long().tolist()
     room = torch.tensor([textures[i].shape[1:] for i in which]) - torch.tensor([H, W])
     corners = (numbers[:, 1:].cpu() * room).long().tolist()
     parts = [textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corners)]
-    return quantise(c[0] * images.float() + c[1] * torch.stack(parts).float())
+    return quantise(image_weight * images.float() + frost_weight * torch.stack(parts).float())
 
 
 def draw_fog(u, H, W, c):
     """Draw a plasma fractal in [0, 1], (B, H, W): midpoint displacement on a torus of side 2^k."""
+    _, decay = c
     side = 2 ** math.ceil(math.log2(max(H, W)))
     step = side
     noise = 2 * u(side * side) - 1
     used = 0                                                            # columns of noise
-    wibble = 100.0
+    amplitude = 100.0
     field = torch.zeros(len(noise), side, side, device=noise.device)
     while step >= 2:
         n = side // step
         half = step // 2
         numbers = noise[:, used:used + 3 * n * n].unflatten(1, (3, n, n))
-        numbers = numbers.mul(wibble ** 2)                              # the source squares it, too
-        at_centre, across, down = numbers.unbind(1)
+        numbers = numbers.mul(amplitude ** 2)                           # the source squares it, too
+        noise_centre, noise_top, noise_left = numbers.unbind(1)
+        # Each square has a corner at its top left, a centre, and the middles of its top and left
+        # side. A new point is the mean of its four neighbours, plus noise.
         corner = field[:, ::step, ::step].clone()
-        right = corner.roll(-1, 2)
-        below = corner.roll(-1, 1)
-        pair = corner + below
-        centre = (pair + pair.roll(-1, 2)) / 4 + at_centre
-        above = centre.roll(1, 1)
-        left = centre.roll(1, 2)
+        corner_right = corner.roll(-1, 2)
+        corner_below = corner.roll(-1, 1)
+        left_side = corner + corner_below
+        centre = (left_side + left_side.roll(-1, 2)) / 4 + noise_centre
+        centre_above = centre.roll(1, 1)
+        centre_left = centre.roll(1, 2)
+        top = (centre + centre_above + corner + corner_right) / 4 + noise_top
+        left = (centre + centre_left + corner + corner_below) / 4 + noise_left
         field[:, half::step, half::step] = centre
-        field[:, ::step, half::step] = (centre + above + corner + right) / 4 + across
-        field[:, half::step, ::step] = (centre + left + corner + below) / 4 + down
+        field[:, ::step, half::step] = top
+        field[:, half::step, ::step] = left
         step = half
-        wibble = wibble / c[1]
+        amplitude = amplitude / decay
         used += 3 * n * n
     field -= field.amin((1, 2), keepdim=True)
     return field[:, :H, :W] / field.amax((1, 2), keepdim=True)
 
 
 def fog(images, c, u):
-    """Return (x + c * plasma) * M / (M + c). M is the image's largest value; white is 1."""
+    """Return (x + a * plasma) * M / (M + a), where white is 1.
+
+    a: the amount of fog. M: the image's largest value.
+    """
+    amount, _ = c
     plasma = draw_fog(u, *images.shape[2:], c)
-    white = images.amax((1, 2, 3), keepdim=True).float()
-    x = images + 255 * c[0] * plasma[:, None]
-    return quantise(x.mul_(white / (white + 255 * c[0])))
+    largest = images.amax((1, 2, 3), keepdim=True).float()
+    x = images + 255 * amount * plasma[:, None]
+    return quantise(x.mul_(largest / (largest + 255 * amount)))
 
 
 # --- colour, shape, coding ------------------------------------------------------------------------
@@ -249,9 +266,12 @@ def contrast(images, c, u):
 
 
 def draw_elastic_transform(u, H, W, c):
-    """Draw shifts of 3 corners, (B, 3, 2) up to +-c[2], and fields in [-1, 1), (B, 2, H, W)."""
+    """Draw shifts of 3 corners, (B, 3, 2) up to +-jitter, and fields in [-1, 1), (B, 2, H, W)."""
+    _, _, jitter = c
     numbers = 2 * u(6 + 2 * H * W) - 1
-    return c[2] * numbers[:, :6].view(-1, 3, 2), numbers[:, 6:].view(-1, 2, H, W)
+    shifts = jitter * numbers[:, :6].view(-1, 3, 2)
+    field = numbers[:, 6:].view(-1, 2, H, W)
+    return shifts, field
 
 
 def elastic_transform(images, c, u):
@@ -259,14 +279,15 @@ def elastic_transform(images, c, u):
     H, W = images.shape[2:]
     alpha, sigma, _ = c
     x = images.float()
-    jitter, field = draw_elastic_transform(u, H, W, c)
+    shifts, field = draw_elastic_transform(u, H, W, c)
     y0 = H // 2
     x0 = W // 2
     s = min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
-    moved = F.pad(corners + jitter, (0, 1), value=1)
-    inverse = torch.linalg.inv_ex(moved)[0]
-    to_source = (inverse[..., None] * corners).sum(2)    # (B, 3, 2); @ would round by batch size
+    moved = F.pad(corners + shifts, (0, 1), value=1)
+    inverse = torch.linalg.inv_ex(moved)[0]             # without the check of inv, which waits
+    # This is inverse @ corners, (B, 3, 2), but @ would round differently for other batch sizes.
+    to_source = (inverse[..., None] * corners).sum(2)
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)
     source = a * across + b * down + t                                                # (B, 2, H, W)
@@ -279,7 +300,7 @@ def elastic_any_size(images, c, u):
     H, W = images.shape[2:]
     field = 2 * u(2 * H * W).view(-1, 2, H, W) - 1
     shift = c * 0.005 * H * field
-    return quantise(displace(images.float(), (0.01 * H, 0.01 * W), shift))
+    return quantise(displace(images.float(), (0.01 * W, 0.01 * H), shift))
 
 
 def pixelate(images, c, u):
@@ -287,6 +308,7 @@ def pixelate(images, c, u):
     H, W = images.shape[2:]
     h = int(H * c)
     w = int(W * c)
+    # The new pixel at i reads the small pixel in which its centre lies: int((i + 1/2) h / H).
     row = (2 * torch.arange(H, device=images.device) + 1) * h // (2 * H)
     column = (2 * torch.arange(W, device=images.device) + 1) * w // (2 * W)
     # Shrink rows of the transposed image: whole rows of memory are faster than single pixels.
@@ -327,6 +349,8 @@ CORRUPTIONS = {function.__name__: function for function in (
     snow, frost, fog, brightness,
     contrast, elastic_transform, pixelate, jpeg_compression)}
 NAMES = tuple(CORRUPTIONS)            # ImageNet-C's 15: means and mCE are taken over these only
+# Your own corruption needs a function above, its five constants in CONSTANTS in severities.py, and
+# an entry in this table, such as CORRUPTIONS["rain"] = rain.
 # Enter your own corruption here.
 
 
@@ -343,10 +367,10 @@ def table_of(H, W):
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     """Corrupt a batch. An image's random numbers depend on (seed, name, severity, index) alone.
 
-    images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side; the result is like them. name: a
-    key of CORRUPTIONS. severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images
-    in their data set; None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None:
-    synthetic textures.
+    images: (B, 3, H, W) uint8, RGB, at least 16 pixels per side. name: a key of CORRUPTIONS.
+    severity: 1 to 5. index: (B,) ints in [0, 2**31), the numbers of the images in their data set;
+    None: 0, 1, 2, ... frost_dir: folder of ImageNet-C's frost photographs; None: synthetic
+    textures. Returns new images, (B, 3, H, W) uint8.
     """
     if images.dtype != torch.uint8 or images.shape[1] != 3:
         raise ValueError(f"images are {images.dtype} {tuple(images.shape)}, "
@@ -371,7 +395,7 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     if name in NAMES:
         number = CORRUPTION + NAMES.index(name)
     else:
-        number = zlib.crc32(name.encode()) // 2                 # of your own corruption
+        number = zlib.crc32(name.encode()) // 2         # your own corruption; keys are below 2^31
 
     # Corrupt slices of the batch that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)

@@ -38,13 +38,15 @@ def disk(radius, sigma):
     kernel = (place ** 2 + place[:, None] ** 2 <= radius ** 2).float()
     kernel = kernel / kernel.sum()
     kernel = F.pad(kernel[None, None], [edge] * 4, mode="reflect")[0, 0]
-    g = gaussian(edge, sigma).float().double()
-    for _ in range(2):                               # rows, then columns; rounding as in OpenCV
+    # Smooth rows, then columns, in float32 and in OpenCV's order: the sums of pairs are weighted.
+    g = gaussian(edge, sigma).float()
+    for _ in range(2):
         kernel = kernel.T
-        total = kernel[edge:edge + side] * g[edge].float()
+        total = kernel[edge:edge + side] * g[edge]
         for i in range(1, edge + 1):
-            pair = kernel[edge - i:][:side] + kernel[edge + i:][:side]
-            total = (total + pair * g[edge + i]).float()
+            before = kernel[edge - i:edge - i + side]
+            after = kernel[edge + i:edge + i + side]
+            total = total + (before + after) * g[edge + i]
         kernel = total
     kernel = (kernel.double() + kernel.mT) / 2            # exactly symmetric; keeps the sum
     used = kernel.sum(0) > 0
@@ -70,20 +72,21 @@ def motion(x, radius, sigma, angle):
     """
     B, C, H, W = x.shape
     reach = 2 * radius
-    tap = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]
+    length = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]       # of a shift
     weights = [math.exp(-i ** 2 / (2 * sigma ** 2)) for i in range(reach + 1)]
-    dy = (tap * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()                 # (taps, B)
-    dx = (tap * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
+    dy = (length * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()      # (shifts, B)
+    dx = (length * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
     padded = F.pad(x, [reach] * 4, mode="replicate")
     Hp, Wp = padded.shape[2:]
-    rows = padded.flatten().unfold(0, W, 1)                 # row p: the W values from position p on
-    first = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp)
-    first = first + reach * (Wp + 1)                        # each channel's first pixel in padded
-    first = (first + torch.arange(H, device=x.device) * Wp).flatten(1)      # (B, C * H)
-    first = first + (dy * Wp + dx)[..., None]                               # (taps, B, C * H)
+    segments = padded.flatten().unfold(0, W, 1)             # row p: the W values from position p on
+    # Find where each row of each image begins in the flat padded tensor, then shift these places.
+    channel = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp)
+    first_pixel = channel + reach * (Wp + 1)
+    row = (first_pixel + torch.arange(H, device=x.device) * Wp).flatten(1)  # (B, C * H)
+    shifted_row = row + (dy * Wp + dx)[..., None]                           # (shifts, B, C * H)
     out = torch.zeros_like(x).view(-1, W)
-    for weight, index in zip(weights, first.flatten(1)):
-        out.add_(rows.index_select(0, index), alpha=weight / sum(weights))
+    for weight, index in zip(weights, shifted_row.flatten(1)):
+        out.add_(segments.index_select(0, index), alpha=weight / sum(weights))
     return out.view_as(x)
 
 
@@ -130,14 +133,15 @@ def smoothing(size, sigma, device):
 
 
 def displace(x, sigma, shift):
-    """Smooth the shifts with a Gaussian of size sigma (down, across); move each pixel by them.
+    """Smooth the shifts with a Gaussian, then move each pixel by its shift.
 
-    shift: (B, 2, H, W), in pixels, across and down.
+    sigma: (across, down), of the Gaussian. shift: (B, 2, H, W), in pixels, across and down.
     """
     H, W = x.shape[2:]
-    down_matrix = smoothing(H, sigma[0], x.device)
-    across_matrix = smoothing(W, sigma[1], x.device).mT
+    across_matrix = smoothing(W, sigma[0], x.device).mT
+    down_matrix = smoothing(H, sigma[1], x.device)
     # Multiply one by one: on some processors a batched product rounds differently per batch size.
+    # Multiply copies, because rounding can also depend on where a matrix begins in memory.
     smooth = [down_matrix @ one.clone() @ across_matrix for one in shift.flatten(0, 1)]
     shift = torch.stack(smooth).view_as(shift)
     across, down = pixel_grid(H, W, x.device)
@@ -160,9 +164,9 @@ def boxes(size, n, device):
 def shrink(images, n):
     """Shrink (B, 3, H, W) to n rows, uint8, by averages over windows, as PIL's BOX filter does."""
     member, length = boxes(images.shape[2], n, images.device)
-    x = F.pad(images, (0, 0, 0, 1))
+    x = F.pad(images, (0, 0, 0, 1))                         # row `size` is 0: boxes pads with it
     total = x.index_select(2, member[0]).float()
     for rows in member[1:]:
         total += x.index_select(2, rows).float()
     mean = total.mul_(1 / length)
-    return mean.add_(0.5).short().byte()
+    return mean.add_(0.5).short().byte()                    # through int16: faster on a CPU

@@ -11,7 +11,8 @@ from data.rng import FROST_NOISE, normal, uniform
 from robust.filters import quantise
 
 FROST_FILES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
-# Per photograph: mean and std of red, green, blue, and b, where the spectrum is ~ frequency^-b.
+# Per photograph: means and standard deviations of red, green and blue, and b; the power spectrum
+# is proportional to frequency^-b. The second and the third photograph have equal numbers.
 FROST = (((.305, .585, .650), (.106, .065, .060), 1.23),
          ((.787, .805, .841), (.084, .087, .089), 1.93),
          ((.787, .805, .841), (.084, .087, .089), 1.93),
@@ -32,8 +33,11 @@ def synthetic_frost(number):
 
     def standardise(x):
         return (x - x.mean()) / x.std()
-    field = standardise(torch.fft.irfft2(torch.fft.rfft2(white) * amplitude, s=(H, W)))
-    field = standardise(0.6 * field + 0.4 * standardise(1 - 2 * field.abs()))      # add ridges
+
+    spectrum = torch.fft.rfft2(white) * amplitude
+    field = standardise(torch.fft.irfft2(spectrum, s=(H, W)))
+    ridges = standardise(1 - 2 * field.abs())                   # high where the field is near 0
+    field = standardise(0.6 * field + 0.4 * ridges)
     return quantise(255 * (mean[:, None, None] + std[:, None, None] * field))
 
 
@@ -59,9 +63,9 @@ def scaled_frost(frost_dir, scale, H, W, device):
         x = texture[None].to(device).float()
         if scale != 1:
             x = F.interpolate(x, scale_factor=scale, mode="bilinear").round_()
-        need = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
-        if need > 1:
-            x = F.interpolate(x, scale_factor=1.1 * need, mode="bicubic")
-            x = x.round_().clamp_(0, 255)
+        missing = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
+        if missing > 1:                     # enlarge 10 % more than needed: room for random places
+            x = F.interpolate(x, scale_factor=1.1 * missing, mode="bicubic")
+            x = x.round_().clamp_(0, 255)   # bicubic interpolation can overshoot
         textures.append(x[0].byte())
     return textures

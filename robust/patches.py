@@ -24,11 +24,11 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
     Returns the corrupted images, and which patches were corrupted, (B, P) bool.
     """
     B, _, _, size = images.shape
-    side = size // patch
+    per_row = size // patch                                             # patches
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
-        hit = random_block(index, side)
-        where = patches_to_pixels(hit, side, patch)
+        hit = random_block(index, per_row)
+        where = patches_to_pixels(hit, per_row, patch)
         x = images.masked_fill(where, 0.5)                              # start grey
         for step in range(20):
             _, _, grad = input_gradient(cross_entropy, model, x, labels)
@@ -38,32 +38,37 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
 
     values = uniform(index, images[0].numel(), 0, PATCH_VALUES).view_as(images)
     if kind == "pixels":
-        at = random_places(index, 12, size * size).view(B, 1, size, size)
-        hit = F.max_pool2d(at.float(), patch).flatten(1) > 0
-        return torch.where(at, values, images), hit
+        where = random_places(index, 12, size * size).view(B, 1, size, size)
+        hit = F.max_pool2d(where.float(), patch) > 0        # patches with one of the pixels or more
+        return torch.where(where, values, images), hit.flatten(1)
 
     new = dict(noise=values,
                black=torch.zeros_like(images),
                white=torch.ones_like(images),
                gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
-    hit = random_places(index, n, side * side)
-    return torch.where(patches_to_pixels(hit, side, patch), new[kind], images), hit
+    hit = random_places(index, n, per_row * per_row)
+    where = patches_to_pixels(hit, per_row, patch)
+    return torch.where(where, new[kind], images), hit
 
 
 def random_places(index, n, total):
     """Choose n of `total` places per image, all equally likely: (B, total) bool."""
-    return uniform(index, total, 0, PATCH_PLACES).argsort(1).argsort(1) < n              # rank < n
+    numbers = uniform(index, total, 0, PATCH_PLACES)
+    rank = numbers.argsort(1).argsort(1)
+    return rank < n
 
 
-def random_block(index, side):
-    """Choose a block of 2 x 2 patches per image: (B, side * side) bool."""
-    corner = (uniform(index, 2, 0, PATCH_PLACES) * (side - 1)).long()     # (B, 2): row, column
-    lines = torch.arange(side, device=index.device) - corner[:, :, None]    # (B, 2, side)
-    inside = (lines >= 0) & (lines < 2)
-    return (inside[:, 0, :, None] & inside[:, 1, None]).flatten(1)
+def random_block(index, per_row):
+    """Choose a block of 2 x 2 patches per image: (B, per_row * per_row) bool."""
+    corner = (uniform(index, 2, 0, PATCH_PLACES) * (per_row - 1)).long()
+    top, left = corner[:, :, None].unbind(1)                            # (B, 1) each
+    place = torch.arange(per_row, device=index.device)
+    rows = (place == top) | (place == top + 1)                          # (B, per_row)
+    columns = (place == left) | (place == left + 1)
+    return (rows[:, :, None] & columns[:, None, :]).flatten(1)
 
 
-def patches_to_pixels(hit, side, patch):
+def patches_to_pixels(hit, per_row, patch):
     """Expand patches (B, P) to pixels (B, 1, S, S)."""
-    grid = hit.view(-1, 1, side, side)
+    grid = hit.view(-1, 1, per_row, per_row)
     return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)

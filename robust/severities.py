@@ -1,19 +1,22 @@
 """Constants of the corruptions at severities 1 to 5, from ImageNet-C's scripts.
 
-CONSTANTS[name] has one entry per severity, or three tables {224: entries, 64: entries, 32: entries}
-for images whose shorter side has at least 128 px, at least 48 px, or less.
+CONSTANTS[name] is a tuple with one entry per severity, or {224: tuple, 64: tuple, 32: tuple}: three
+tables, for images whose shorter side has at least 128 px, at least 48 px, or less.
 """
 
 CONSTANTS = {
     "gaussian_noise": {  # standard deviation, white is 1
         224: (.08, .12, .18, .26, .38),
-        64: (.04, .08, .12, .15, .18), 32: (.04, .06, .08, .09, .10)},
+        64: (.04, .08, .12, .15, .18),
+        32: (.04, .06, .08, .09, .10)},
     "shot_noise": {  # photons of a white pixel
         224: (60, 25, 12, 5, 3),
-        64: (250, 100, 50, 30, 15), 32: (500, 250, 100, 75, 50)},
+        64: (250, 100, 50, 30, 15),
+        32: (500, 250, 100, 75, 50)},
     "impulse_noise": {  # share of the values that change
         224: (.03, .06, .09, .17, .27),
-        64: (.01, .02, .05, .08, .14), 32: (.01, .02, .03, .05, .07)},
+        64: (.01, .02, .05, .08, .14),
+        32: (.01, .02, .03, .05, .07)},
     "defocus_blur": {  # radius, sigma of its edge
         224: ((3, .1), (4, .5), (6, .5), (8, .5), (10, .5)),
         64: ((.5, .6), (1, .1), (1.5, .1), (2.5, .01), (3, .1)),
@@ -50,12 +53,15 @@ CONSTANTS = {
         32: ((.2, 3), (.5, 3), (.75, 2.5), (1, 2), (1.5, 1.75))},
     "brightness": {  # added to the value, white is 1
         224: (.1, .2, .3, .4, .5),
-        64: (.1, .2, .3, .4, .5), 32: (.05, .1, .15, .2, .3)},
+        64: (.1, .2, .3, .4, .5),
+        32: (.05, .1, .15, .2, .3)},
     "contrast": {  # factor
         224: (.4, .3, .2, .1, .05),
-        64: (.4, .3, .2, .1, .05), 32: (.75, .5, .4, .3, .15)},
+        64: (.4, .3, .2, .1, .05),
+        32: (.75, .5, .4, .3, .15)},
     "elastic_transform": {  # alpha, sigma, jitter of the corners
-        224: [(244 * a, 244 * s, 244 * j) for a, s, j in            # 244, not 224, as in ImageNet-C
+        # 244, not 224, as in ImageNet-C
+        224: [(244 * a, 244 * s, 244 * j) for a, s, j in
               ((2, .7, .1), (2, .08, .2),
                (.05, .01, .02), (.07, .01, .02), (.12, .01, .02))],
         64: [(64 * a, 64 * s, 64 * j) for a, s, j in
@@ -64,11 +70,13 @@ CONSTANTS = {
         32: [(32 * a, 32 * s, 32 * j) for a, s, j in
              ((0, 0, .08), (.05, .2, .07),
               (.08, .06, .06), (.1, .04, .05), (.1, .03, .03))]},
-    "elastic_any_size": {  # alpha
-        table: (12.5, 16.25, 21.25, 25, 30) for table in (224, 64, 32)},
+    "elastic_any_size": (12.5, 16.25, 21.25, 25, 30),  # alpha
     "pixelate": {  # scale
         224: (.6, .5, .4, .3, .25),
-        64: (.9, .8, .7, .6, .5), 32: (.95, .9, .85, .75, .65)},
+        64: (.9, .8, .7, .6, .5),
+        32: (.95, .9, .85, .75, .65)},
     "jpeg_compression": {  # quality
-        224: (25, 18, 15, 10, 7), 64: (65, 58, 50, 40, 25), 32: (80, 65, 58, 50, 40)},
+        224: (25, 18, 15, 10, 7),
+        64: (65, 58, 50, 40, 25),
+        32: (80, 65, 58, 50, 40)},
 }

@@ -249,7 +249,7 @@ def test_table_follows_the_shorter_side():
 
 def test_parameters_equal_the_three_scripts():
     """Pin CONSTANTS. They were compared once with the three published scripts, number by number."""
-    assert zlib.crc32(repr(CONSTANTS).encode()) == 0xd7bdd20a
+    assert zlib.crc32(repr(CONSTANTS).encode()) == 0x06394fcc
 
 
 def test_elastic_is_imagenet_c_at_three_sizes(monkeypatch):
