@@ -41,7 +41,7 @@ def cifar10(part, args):
 
 def imagenet(part, args):
     return ImageTree(args.data_dir, folder_of(part), args.classes, args.image_size,
-                     part == "train", args.seed)
+                     train=part == "train", seed=args.seed)
 
 
 def folder_of(part):
@@ -54,7 +54,7 @@ def folder(part, args):
     classes, files = find_photos(args.data_dir, part)
     size = args.image_size
     seen = set(args.seen)
-    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)      # more than needed
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)      # cut at the end
     labels = []
     hashes = []
     unreadable = []
@@ -64,43 +64,44 @@ def folder(part, args):
         except InputError:
             unreadable.append(path)
             continue
-        both = image_hashes(path, image)
-        if both.isdisjoint(seen):
+        own_hashes = image_hashes(path, image)
+        if own_hashes.isdisjoint(seen):
             images[len(labels)] = central_square(image, size, args.crop)
             labels.append(label)
-            hashes += sorted(both)
+            hashes += sorted(own_hashes)
 
     n = len(labels)
-    total = len(files)
     if n == 0:
         raise InputError(f"--data_dir {args.data_dir}: no image is left for {part!r}; the "
                          f"network was trained on all of them, or they cannot be read")
-    present = set(labels)
-    for k, name in enumerate(classes):
-        if part == "train" and k not in present:
-            raise InputError(f"--data_dir {args.data_dir}: no training image of {name} can be "
-                             f"read; expected one or more")
+    missing = [name for k, name in enumerate(classes) if k not in labels]
+    if part == "train" and missing:
+        raise InputError(f"--data_dir {args.data_dir}: no training image of {missing[0]} "
+                         f"can be read; expected one or more")
     if part == "all":
-        print_unreadable(unreadable, total)
-        place = Path(files[0][0]).parents[1]
-        ending = "without images of the training"
-        if not seen:
+        print_unreadable(unreadable, len(files))
+        if seen:
+            ending = "without images of the training"
+        else:
             ending = "and which images the training used is not known"
-        print0(f"{place}/: {n} of {total} images are evaluated, {ending}")
+        first_path, _ = files[0]                        # PLACE/<class>/<file>
+        place = Path(first_path).parents[1]
+        print0(f"{place}/: {n} of {len(files)} images are evaluated, {ending}")
     return Split(images[:n], torch.tensor(labels), classes, hashes=hashes)
 
 
 def print_unreadable(paths, total):
     """Print how many of your own images cannot be read, in one line, with the first error."""
-    for path in paths[:1]:
-        try:
-            read_image(path)
-        except InputError as error:
-            print0(f"{len(paths)} of {total} files are left out; the first: {error}")
+    if not paths:
+        return
+    try:
+        read_image(paths[0])                            # again, for its error
+    except InputError as error:
+        print0(f"{len(paths)} of {total} files are left out; the first: {error}")
 
 
 def photo_groups(root):
-    """List root/<class>/* or root/{train,val,test}/<class>/*: {part, or "": {class: paths}}.
+    """List root/{train,val,test}/<class>/*: {part: {class: paths}}, or root/<class>/*: {"": ...}.
 
     A folder without class folders is no part.
     """
@@ -111,12 +112,13 @@ def photo_groups(root):
 def find_photos(root, part):
     """List the images of a part of your own folder: class names, [(path, label)]."""
     groups = photo_groups(root)
-    classes = sorted(set().union(*groups.values()))
+    classes = sorted(set().union(*groups.values()))     # names in any part
     if len(classes) < 2:
-        raise InputError(f"--data_dir {root} has {len(classes)} folders with images, expected "
-                         f"2 or more: {root}/<class>/*.jpg, or {root}/train/<class>/*.jpg")
-    divided = groups.get("train", groups.get("", {}))
-    missing = sorted(set(classes) - set(divided))
+        raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
+                         f"expected 2 or more: {root}/<class>/*.jpg, or "
+                         f"{root}/train/<class>/*.jpg")
+    to_divide = groups.get("train", groups.get("", {}))         # as in choose_part
+    missing = sorted(set(classes) - set(to_divide))
     if missing and part != "all":
         names = ", ".join(missing[:5])
         raise InputError(f"--data_dir {root} has no training images of {names}")
@@ -125,10 +127,10 @@ def find_photos(root, part):
         for images in group.values():
             paths += images
             if not any(file_pixels(path) for path in images):
-                folder = os.path.dirname(images[0])
-                raise InputError(f"{folder}: none of {len(images)} images can be read; replace "
+                place = os.path.dirname(images[0])
+                raise InputError(f"{place}: none of {len(images)} images can be read; replace "
                                  f"them, or move the folder elsewhere")
-    if part == "train":                                 # which is loaded first
+    if part == "train":                     # print this once: "train" is the first part to load
         unreadable = [path for path in paths if not file_pixels(path)]
         print_unreadable(unreadable, len(paths))
 
@@ -143,7 +145,7 @@ def find_photos(root, part):
     return classes, list(zip(chosen, labels))
 
 
-class DataSet(NamedTuple):
+class DataSource(NamedTuple):
     load: Callable                              # (part, args) -> Split or Dataset
     recipe: dict                                # default flags
     crop: float = 1.0                           # share of the short side in the evaluation crop
@@ -152,21 +154,21 @@ class DataSet(NamedTuple):
 # To add a data set, write a function, and add an entry here. --data NAME selects the entry.
 DATASETS = {
     # accuracy after 3.2 minutes on 2 CPU cores: rpc 96.8 %, symmetric 96.8 %, softmax 96.1 %
-    "shapes": DataSet(shapes, dict(
+    "shapes": DataSource(shapes, dict(
         model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3,
         smoothing=0.0, flip=True)),
     # accuracy after 25 minutes on 2 CPU cores: 70 %
-    "cifar10": DataSet(cifar10, dict(
+    "cifar10": DataSource(cifar10, dict(
         model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=1e-3,
         pad=4, flip=True)),
     # The paper's training, 300 epochs on 4 GPUs. We have not run it. Accuracy in the paper: rpc
     # 70.94 %, symmetric 70.44 %. lr = 5e-4 * batch_size / 512.
-    "imagenet": DataSet(imagenet, dict(
+    "imagenet": DataSource(imagenet, dict(
         model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
         lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
         mixup=0.8, cutmix=1.0, repeats=3, flip=True, eval_every=5), crop=0.875),
     # your own photos, root/<class>/*.jpg; train_cls.py chooses the number of epochs
-    "folder": DataSet(folder, dict(
+    "folder": DataSource(folder, dict(
         model="nano", image_size=64, patch_size=8, batch_size=16, pad=8, lr=1e-3,
         attn="symmetric", flip=True)),
 }
@@ -177,18 +179,22 @@ DATASETS = {
 def load_part(part, flags, device):
     """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
 
-    flags: a dict, such as the flags of train_cls.py. classes: ImageNet's. seen: `image_hashes` of
-    your own images to leave out. crop: as in the network's training.
+    flags: a dict of flags of train_cls.py; it may also have three settings that are no flags:
+    classes, ImageNet's class names in the order of the labels; seen, `image_hashes` of your own
+    images to leave out; crop, the share of the short side in the evaluation crop.
     """
     name = flags["data"]
-    data = DATASETS[name]
+    source = DATASETS[name]
     settings = dict(num_images=16000, seed=0, download=False, classes=None, seen=(),
-                    crop=data.crop)
+                    crop=source.crop)
     settings.update(flags)
     settings["device"] = device
-    loaded = data.load(part, Namespace(**settings))
+    loaded = source.load(part, Namespace(**settings))
     in_memory = isinstance(loaded, Split)
-    images = loaded.images if in_memory else loaded[0, 0][0]
+    if in_memory:
+        images = loaded.images
+    else:
+        images, *_ = loaded[0, 0]                       # the first image, for its dtype
     if images.dtype != torch.uint8:                     # the training divides by 255
         raise InputError(f"--data {name} loads images of {images.dtype}; expected torch.uint8, "
                          f"0 to 255")
@@ -210,10 +216,13 @@ def load_data(args, device, seen=()):
         trained = set(seen).union(train.hashes)
         val = load_part("val", vars(args) | dict(seen=trained), device)
         folders = part_folders(args.data_dir)
-        test = "a tenth of each class"
-        for part in ("val", "test"):
-            if part in photo_groups(args.data_dir):
-                test = folders[part]
+        groups = photo_groups(args.data_dir)
+        if "test" in groups:
+            test = folders["test"]
+        elif "val" in groups:
+            test = folders["val"]
+        else:
+            test = "a tenth of each class"
         print0(f"test images, which only eval_robust.py uses: {test}")
     elif args.holdout:
         train, val = hold_out(train, args.holdout)
@@ -231,14 +240,18 @@ def load_data(args, device, seen=()):
 
 
 def hold_out(train, n):
-    """Hold out n images of a Split, a fixed random choice, without copies of the other images."""
-    pixels = [hash_pixels(image) for image in train.images.cpu()]
-    order = epoch_order(len(pixels), 0, seed=0).tolist()
+    """Divide a Split into two: training images, and n held-out images, a fixed random choice.
+
+    A held-out image whose pixels equal a training image is left out.
+    """
+    hashes = [hash_pixels(image) for image in train.images.cpu()]
+    order = epoch_order(len(hashes), 0, seed=0).tolist()
     kept = order[n:]
-    trained = {pixels[i] for i in kept}
-    held = [i for i in order[:n] if pixels[i] not in trained]
+    trained = {hashes[i] for i in kept}
+    held = [i for i in order[:n] if hashes[i] not in trained]
     if not held:
-        raise InputError(f"--holdout {n}: all held-out images are copies of training images")
+        raise InputError(f"--holdout {n}: all held-out images are copies of training "
+                         f"images")
 
     def part(index):
         return Split(train.images[index], train.labels[index], train.classes)

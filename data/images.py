@@ -41,10 +41,10 @@ class Split(NamedTuple):
 
 
 def send(x, device):
-    """Copy a small tensor or list to the device; the CPU does not wait."""
+    """Copy a tensor or list to the device; the CPU does not wait for the copy."""
     x = torch.as_tensor(x)
     if torch.device(device).type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()                   # from other memory, a large copy makes the CPU wait
+        x = x.pin_memory()                   # the CPU waits while a GPU copies any other memory
     return x.to(device, non_blocking=True)
 
 
@@ -60,17 +60,17 @@ def read_image(path):
     """Read an image file, upright by its EXIF data: (3, H, W) uint8 RGB. Errors name the file."""
     try:
         data = np.fromfile(path, np.uint8)
-        if data[:3].tobytes() == b"\xff\xd8\xff":     # JPEG: Pillow is slower, with equal pixels
+        if data[:3].tobytes() == b"\xff\xd8\xff":     # JPEG: decoded faster, into the same pixels
             from torchvision.io import decode_image
             data = torch.from_numpy(data)
             return decode_image(data, "RGB", apply_exif_orientation=True)
         image = ImageOps.exif_transpose(Image.open(path))
-        if image.mode[0] in "IF":               # Pillow would clip these values to 255, white
+        if image.mode[0] in "IF":               # 16 or 32 bits, which Pillow would clip to 255
             raise ValueError("more than 8 bits per channel")
         pixels = np.array(image.convert("RGB"))
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
     except Exception as error:                  # Pillow and torchvision raise many types
-        reason = error or type(error).__name__
+        reason = str(error) or type(error).__name__
         raise InputError(f"cannot read {path}: {reason}") from None
 
 
@@ -81,7 +81,7 @@ def composed_name(name):
 
 def entries(folder):
     """List what a folder contains as os.DirEntry, sorted by name, without hidden names."""
-    folder = folder or ""
+    folder = folder or ""                       # None: the user gave no --data_dir
     if not os.path.isdir(folder):
         raise InputError(f"there is no folder {folder!r}; --data_dir selects it")
     with os.scandir(folder) as scanned:
@@ -133,9 +133,10 @@ def list_images(root):
 
 
 def walk_images(folder, visited=None):
-    """List the images in a folder and in its subfolders. Links lead to each folder once.
+    """List the images in a folder and in its subfolders.
 
-    visited: the real paths of folders that are already listed; this call adds to them.
+    Every folder is listed once, even if several links lead to it.
+    visited: a set, the real paths of the folders that are already listed; this call adds to it.
     """
     visited = set() if visited is None else visited
     visited.add(os.path.realpath(folder))
@@ -147,7 +148,7 @@ def walk_images(folder, visited=None):
 
 
 def part_folders(root):
-    """Return {"train", "val" or "test": path} of the folders with these names, else {"": root}."""
+    """Return {part: path} of the folders in root whose names are in PARTS, or else {"": root}."""
     folders = {}
     for name, path in subfolders(root).items():
         part = PARTS.get(name.lower())
@@ -170,24 +171,29 @@ def hash_pixels(image):
 def image_hashes(path, image):
     """Return two hashes of an image (3, H, W), by which an evaluation recognises training images.
 
-    The pixels find a file that was renamed, moved or copied; the path, a file that was edited.
+    The hash of the pixels recognises a file that was renamed, moved or copied. The hash of the path
+    recognises a file that was edited.
     """
     place = composed_name(os.path.realpath(path)).encode()
     return {hash_pixels(image), hashlib.sha256(place).hexdigest()[:16]}
 
 
 def file_pixels(path):
-    """Hash the pixels of an image file. None: the file cannot be read."""
+    """Return `hash_pixels` of an image file, or None if the file cannot be read."""
     try:
         status = os.stat(path)
     except OSError:                                     # a broken link
         return None
-    return _file_pixels(path, status.st_size, status.st_mtime_ns)
+    return _hash_version(path, status.st_size, status.st_mtime_ns)
 
 
 @cache
-def _file_pixels(path, size, time):
-    """Decode a file once. size, time: of the file, so that a changed file is decoded again."""
+def _hash_version(path, size, time):
+    """Compute `file_pixels` once per version of a file.
+
+    size, time: the file's size and modification time. A changed file has other values, so the cache
+    does not contain it, and it is decoded again.
+    """
     try:
         return hash_pixels(read_image(path))
     except InputError:
@@ -197,21 +203,22 @@ def _file_pixels(path, size, time):
 def choose_part(groups, part, name, content):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
-    groups: {folder: {class: [file]}}, with the folders of `part_folders`. The folders test/ and
-    val/ are these parts; val/ without test/ is test. Otherwise a hash of name(file) orders the
-    files of a class: the first tenth becomes test and the last tenth val, at least one file each.
-    So a new file moves at most one other file into or out of each part. Files with an equal
-    content(file) count once, and go into one part. "all": the folder of test, if there is one,
-    else all files.
+    groups: {folder: {class: [file]}}, with the folders of `part_folders`. If there is a folder
+    test/, its files are the part test; the same holds for val/. If there is val/ but no test/, the
+    files in val/ are the part test. A part without a folder gets a tenth of the files in train/ (or
+    in the only folder): a hash of name(file) orders the files of a class; the first tenth becomes
+    test and the last tenth val, at least one file each. So a new file moves at most one other file
+    into or out of each part. Files with an equal content(file) count once, and go into one part.
+    "all": the files of test, if it has a folder, else all files.
     """
     listed = {folder: sum(classes.values(), []) for folder, classes in groups.items()}
     test = listed.get("test")
     val = listed.get("val")
     if test is None:
         test, val = val, None
-    divided = groups.get("train", groups.get("", {}))
+    to_divide = groups.get("train", groups.get("", {}))
     if part == "all":
-        return test or sum(divided.values(), [])
+        return test or sum(to_divide.values(), [])
 
     def name_hash(file):
         text = composed_name(name(file))
@@ -219,18 +226,18 @@ def choose_part(groups, part, name, content):
 
     parts = dict(train=[], val=val or [], test=test or [])
     part_of = {}                                        # {content: part}
-    for group, files in divided.items():
+    for class_name, files in to_divide.items():
         order = sorted(files, key=name_hash)
         contents = dict.fromkeys(content(file) for file in order)       # each one once
         new = [one for one in contents if one not in part_of]
         tenth = max(round(len(new) / 10), 1)
-        n_test = tenth * (test is None)
-        n_val = tenth * (val is None)
+        n_test = tenth if test is None else 0
+        n_val = tenth if val is None else 0
         if len(new) <= n_test + n_val:
             least = n_test + n_val + 1
-            raise InputError(f"{group or 'the folder'} has {len(new)} images, expected at "
-                             f"least {least} without copies: to train on, to choose best.pt, "
-                             f"to test")
+            raise InputError(f"{class_name or 'the folder'} has {len(new)} images, expected "
+                             f"at least {least} different ones, for the training, the choice "
+                             f"of best.pt and the test")
         last = len(new) - n_val
         part_of.update(dict.fromkeys(new[:n_test], "test"))
         part_of.update(dict.fromkeys(new[n_test:last], "train"))
@@ -243,7 +250,8 @@ def choose_part(groups, part, name, content):
 def fingerprint(dataset):
     """Hash a data set: 16 hex digits that depend on its classes, labels, and images or files.
 
-    Files count by name and size, and by their bytes; of more than 2,000 files, about 100 are read.
+    The hash covers the name and the size of every file, and the bytes of every file. Of more than
+    2,000 files, it covers the bytes of about 100 only, because reading all of them would take long.
     """
     digest = hashlib.sha256()
     for name in ("images", "labels"):
@@ -254,7 +262,7 @@ def fingerprint(dataset):
     digest.update(names.encode())
 
     files = getattr(dataset, "files", [])
-    if len(files) and not isinstance(files[0], (str, os.PathLike)):     # pairs, of masks
+    if len(files) and not isinstance(files[0], (str, os.PathLike)):     # pairs: image, mask
         files = list(chain.from_iterable(files))
     sizes = getattr(dataset, "sizes", None)             # of ImageTree, from its listing
     if sizes is None:
@@ -319,13 +327,16 @@ class ImageTree(Dataset):
     unlike in torchvision's ImageFolder and timm. classes: names in label order (default: the
     folders). Every folder must be a class, and every class a folder unless subset=True.
     """
-    hashes = []
+    hashes = []                     # `image_hashes` are for your own images, in a Split
     resample = "bicubic"
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0, crop=0.875,
                  subset=False):
-        self.size, self.train, self.seed, self.crop = size, train, seed, crop
-        folder = os.path.join(str(root), split) if root else ""
+        self.size = size
+        self.train = train
+        self.seed = seed
+        self.crop = crop
+        folder = os.path.join(str(root), split) if root else ""     # "" is an error in subfolders
         folders = subfolders(folder)
         self.classes = list(folders) if classes is None else list(classes)
         unknown = folders.keys() - set(self.classes)
@@ -335,14 +346,15 @@ class ImageTree(Dataset):
             raise InputError(f"{folder} has {len(folders)} folders, expected one per class "
                              f"with its images; they differ: {differ}")
 
-        # A folder once per class, and names as an array of bytes, need little memory. Forked
-        # workers would copy a list, because they change reference counts.
+        # Store the folder once per class, and the names in an array of bytes: this needs little
+        # memory. With a list of strings, every worker would get its own copy of the list, because
+        # Python writes a reference count into each string that it reads.
         self.folders = [folders.get(name) for name in self.classes]
         labels = []
         names = []
         sizes = []
-        for k, folder in enumerate(self.folders):
-            images = class_entries(folder) if folder else []
+        for k, class_folder in enumerate(self.folders):
+            images = class_entries(class_folder) if class_folder else []
             labels += [k] * len(images)
             encoded = [os.fsencode(image.name) for image in images]
             names.append(np.array(encoded, dtype=bytes))

@@ -12,7 +12,7 @@ from PIL import Image
 import common
 from common import InputError
 from data import images as data
-from data.datasets import DATASETS, DataSet, load_data, load_part
+from data.datasets import DATASETS, DataSource, load_data, load_part
 from data.images import (ImageTree, Split, central_square, fingerprint, image_batches,
                          read_image)
 from data.rng import RANDOM_CROP, uniform
@@ -90,7 +90,7 @@ def test_holdout_has_no_copies_of_training_images(monkeypatch):
         index = torch.arange(80) % 20
         return Split(different.images[index], different.labels[index], different.classes)
 
-    monkeypatch.setitem(DATASETS, "copies", DataSet(copies, {}))
+    monkeypatch.setitem(DATASETS, "copies", DataSource(copies, {}))
     args = Namespace(data="copies", data_dir=None, holdout=60)
     train, val = load_data(args, "cpu")
     hashes = [{image.numpy().tobytes() for image in part.images} for part in (train, val)]
@@ -116,7 +116,7 @@ def test_own_data_sets_are_uint8(monkeypatch):
         return Floats()
 
     for load in (split, dataset):
-        monkeypatch.setitem(DATASETS, "floats", DataSet(load, {}))
+        monkeypatch.setitem(DATASETS, "floats", DataSource(load, {}))
         with pytest.raises(InputError, match="--data floats loads images of torch.float32; expec"):
             load_part("train", dict(data="floats"), "cpu")
 
@@ -320,3 +320,13 @@ def test_bad_files_are_named(tree_dir, kept):
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InputError, match=str(path)):
         data.ImageTree(tree_dir, "train", size=24, train=True)[0, 5]
+
+
+def test_error_without_a_message_is_named(tmp_path, monkeypatch):
+    def fail(path):
+        raise EOFError
+
+    (tmp_path / "a.png").write_bytes(b"png")
+    monkeypatch.setattr(data.Image, "open", fail)
+    with pytest.raises(InputError, match="a.png: EOFError$"):
+        read_image(tmp_path / "a.png")

@@ -8,7 +8,7 @@ import pytest
 import train_cls
 import train_lm
 import train_seg
-from data.datasets import DATASETS, DataSet
+from data.datasets import DATASETS, DataSource
 from fixtures import ROOT
 from runs import call
 
@@ -66,7 +66,7 @@ def test_only_recipes_that_say_so_mirror_images(monkeypatch):
     for name in ("shapes", "cifar10", "imagenet", "folder"):
         assert flags_of("train_cls.py", ["--data", name])["flip"]
         assert not flags_of("train_cls.py", ["--data", name, "--no-flip"])["flip"]
-    monkeypatch.setitem(DATASETS, "digits", DataSet(None, dict(model="nano")))
+    monkeypatch.setitem(DATASETS, "digits", DataSource(None, dict(model="nano")))
     assert not flags_of("train_cls.py", ["--data", "digits"])["flip"]
     assert flags_of("train_cls.py", ["--data", "digits", "--flip"])["flip"]
 
