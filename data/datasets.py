@@ -74,7 +74,8 @@ def folder(part, args):
     if n == 0:
         raise InputError(f"--data_dir {args.data_dir}: no image is left for {part!r}; the "
                          f"network was trained on all of them, or they cannot be read")
-    missing = [name for k, name in enumerate(classes) if k not in labels]
+    present = set(labels)
+    missing = [name for k, name in enumerate(classes) if k not in present]
     if part == "train" and missing:
         raise InputError(f"--data_dir {args.data_dir}: no training image of {missing[0]} "
                          f"can be read; expected one or more")

@@ -159,11 +159,11 @@ def check_repeats(model, images, logits):
                          f"numbers; the model adapts to its inputs")
     change = (alone - logits).abs().max()
     if not change <= 0.05 * largest:                            # also true if change is nan
-        raise InputError(f"the logits of an image differ by up to {change:.2g} between a batch "
-                         f"and a call with this image alone; the largest logit is "
-                         f"{largest:.2g}; expected logits that depend on one image. Possible "
-                         f"causes: a BatchNorm uses the statistics of the batch; the model "
-                         f"adapts to its inputs")
+        raise InputError(f"the logits of an image change with the other images of the batch, by "
+                         f"up to {change:.2g}; the largest logit is {largest:.2g}; expected "
+                         f"logits that depend on this image alone. Possible causes: a "
+                         f"BatchNorm uses the statistics of the batch; the model adapts to "
+                         f"its inputs")
 
 
 def one_by_one(model, images):
