@@ -62,9 +62,11 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad=4):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
+    # In float32, the product of a number just below 1 could be rounded up to 2 * pad + 1.
     corner = (u.double() * (2 * pad + 1)).long()
     top, left = send(corner, images.device).unbind(1)
-    crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)    # all crops, as views
+    # crops: all crops of each image, (B, C, tops, lefts, H, W), a view without copies.
+    crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)
     return crops[torch.arange(B, device=images.device), :, top, left]
 
 
@@ -90,18 +92,23 @@ def rand_augment(images, u):
     uint8. u: (B, 4 * operations) on the CPU: which operation, apply or not, level, sign.
     """
     images = images.clone()
-    for which, apply, level, sign in u.double().unflatten(1, (-1, 4)).permute(1, 2, 0):   # (B,)
-        strength = (9 + 0.5 * normal(level)).clamp(0, 10) / 10
+    device = images.device
+    u = u.double()                                      # see random_crop
+    for columns in u.split(4, dim=1):
+        u_which, u_apply, u_level, u_sign = columns.unbind(1)                       # (B,) each
+        number = torch.where(u_apply < 0.5, (u_which * len(OPS)).long(), -1)        # in OPS
+        strength = (9 + 0.5 * normal(u_level)).clamp(0, 10) / 10
         strength = strength.float()
-        sign = torch.where(sign < 0.5, 1.0, -1.0).float()
-        which = torch.where(apply < 0.5, (which * len(OPS)).long(), -1)
+        sign = torch.where(u_sign < 0.5, 1.0, -1.0)
+        first = 0                                       # number of the group's first operation
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
-            index = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
-            if len(index):                              # `which` is on the CPU: no wait for a GPU
-                chosen = [send(t[index], images.device) for t in (which, strength, sign)]
-                index = send(index, images.device)
-                images[index] = change(images[index], *chosen)
-            which = which - len(names)
+            which = number - first
+            rows = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
+            first += len(names)
+            if len(rows):                               # `rows` is on the CPU: no wait for a GPU
+                chosen = [send(t[rows], device) for t in (which, strength, sign)]
+                rows = send(rows, device)
+                images[rows] = change(images[rows], *chosen)
     return images
 
 
@@ -126,29 +133,36 @@ def change_tone(images, which, strength, sign):
     low = torch.where(counts > 0, value, 255.0).amin(2, keepdim=True)
     high = torch.where(counts > 0, value, 0.0).amax(2, keepdim=True)
     stretched = (value - low) * (255 / (high - low).clamp(min=1))
+    # Equalize, as in PIL: a new level gets `step` pixels. Pixels of the highest level do not count.
+    # The new level of a pixel is the number of darker pixels, divided by step and rounded.
     step = ((pixels - counts.gather(2, high.long())) / 255).floor()
-    below = (step / 2).floor() + counts.cumsum(2) - counts
-    equal = (below / step.clamp(min=1)).floor()
+    below = counts.cumsum(2) - counts
+    equal = (((step / 2).floor() + below) / step.clamp(min=1)).floor()
     channel_mean = (counts * value).sum(2) / pixels                         # (b, 3)
     mean = (channel_mean * constant(LUMA, device)).sum(1)                   # of the grey image
     mean = mean.add(0.5).floor().view(b, 1, 1)
     factor = (1 + sign * 0.9 * strength).clamp(min=0.1)      # of PIL's ImageEnhance, 0.1 to 1.9
-    lost = 2 ** (4 + (4 * strength).floor())                 # grey levels that become one
-    tables = [torch.where(high > low, stretched, value),                # in the order of TONE
-              torch.where(step > 0, equal, value),
-              255 - value,
-              (value / lost).floor() * lost,
-              torch.where(value < 256 - (256 * strength).floor(), value, 255 - value),
-              torch.where(value < 128, value + (110 * strength).floor(), value),
-              mean + factor * (value - mean),
-              factor * value]
+    merged = 2 ** (4 + (4 * strength).floor())               # so many grey levels become one
+    threshold = 256 - (256 * strength).floor()
+    added = (110 * strength).floor()
+    tables = [torch.where(high > low, stretched, value),                # AutoContrast
+              torch.where(step > 0, equal, value),                      # Equalize
+              255 - value,                                              # Invert
+              (value / merged).floor() * merged,                        # Posterize
+              torch.where(value < threshold, value, 255 - value),       # Solarize
+              torch.where(value < 128, value + added, value),           # SolarizeAdd
+              mean + factor * (value - mean),                           # Contrast
+              factor * value]                                           # Brightness
     tables = torch.stack([table.expand(b, 3, 256) for table in tables])
     table = tables[which, torch.arange(b, device=device)].clamp(0, 255).byte()
     return table.view(3 * b, 256).gather(1, index).view_as(images)
 
 
 def blend(images, which, strength, sign):
-    """Move each image away from its grey (which = 0) or its smooth version (1), or towards it."""
+    """Apply BLEND[which]: move each image towards its grey or its smooth version, or away from it.
+
+    which: 0, the grey version (Color); 1, the smooth version (Sharpness).
+    """
     images = images.float()
     luma = constant(LUMA, images.device).view(3, 1, 1)
     grey = (images * luma).sum(1, True)
@@ -168,7 +182,7 @@ def warp(images, which, strength, sign):
     device = images.device
     tall = H / W
     amount = sign * strength
-    angle = sign * strength * (math.pi / 6)
+    angle = amount * (math.pi / 6)
     cos = angle.cos()
     sin = angle.sin()
     shear = 0.3 * amount
@@ -176,18 +190,20 @@ def warp(images, which, strength, sign):
     zero = torch.zeros_like(sign)
     one = torch.ones_like(sign)
     # The positions p (across) and q (down) go from -1 to 1. A row (a, b, c, d, e, f) reads at
-    # (a p + b q + c, d p + e q + f).
-    maps = [(cos, -sin * tall, zero, sin / tall, cos, zero),        # in the order of GEOMETRIC
-            (one, shear * tall, shear * tall, zero, one, zero),
-            (one, zero, zero, shear / tall, one, shear / tall),
-            (one, zero, shift, zero, one, zero),
-            (one, zero, zero, zero, one, shift)]
+    # (a p + b q + c, d p + e q + f). A shear has c or f, because like in PIL, it does not move the
+    # first row (q = -1) or the first column (p = -1).
+    maps = [(cos, -sin * tall, zero, sin / tall, cos, zero),        # Rotate
+            (one, shear * tall, shear * tall, zero, one, zero),     # ShearX
+            (one, zero, zero, shear / tall, one, shear / tall),     # ShearY
+            (one, zero, shift, zero, one, zero),                    # TranslateX
+            (one, zero, zero, zero, one, shift)]                    # TranslateY
     maps = [torch.stack(row, 1) for row in maps]
     maps = torch.stack(maps)                                                # (5, b, 6)
     maps = maps[which, torch.arange(len(sign), device=device)].view(-1, 1, 1, 2, 3)
     p = (2 * torch.arange(W, device=device) + 1) / W - 1
     q = (2 * torch.arange(H, device=device) + 1) / H - 1
-    grid = maps[..., 0] * p[:, None] + maps[..., 1] * q[:, None, None] + maps[..., 2]
+    by_p, by_q, moved = maps.unbind(4)                                      # (b, 1, 1, 2) each
+    grid = by_p * p[:, None] + by_q * q[:, None, None] + moved              # (b, H, W, 2)
     fill = constant(FILL, device).view(3, 1, 1)
     out = F.grid_sample(images.float() - fill, grid, "bicubic", align_corners=False)
     return (out + fill).round().clamp(0, 255).byte()
@@ -204,32 +220,34 @@ def random_erase(images, u, positions, seed, prob):
     images: float in [0, 1], changed in place. u: (B, ERASE_COLUMNS) on the CPU.
     """
     B, _, H, W = images.shape
-    u = u.double()
-    share, ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
-    pixels = (0.02 + (1 / 3 - 0.02) * share) * H * W                        # (B, 10)
-    ratio = torch.exp((1 - 2 * ratio) * math.log(0.3))
-    h = (pixels * ratio).sqrt().round().long()
-    w = (pixels / ratio).sqrt().round().long()
-    fits = (h < H) & (w < W)
+    u = u.double()                                      # see random_crop
+    u_area, u_ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
+    tried_areas = (0.02 + (1 / 3 - 0.02) * u_area) * H * W                          # (B, 10)
+    ratio = torch.exp((1 - 2 * u_ratio) * math.log(0.3))                            # height / width
+    tried_h = (tried_areas * ratio).sqrt().round().long()
+    tried_w = (tried_areas / ratio).sqrt().round().long()
+    fits = (tried_h < H) & (tried_w < W)                # smaller than the image, as timm demands
     chosen = ((u[:, 0] < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
-    attempt = fits[chosen].int().argmax(1, keepdim=True)
-    h = h[chosen].gather(1, attempt)[:, 0]
-    w = w[chosen].gather(1, attempt)[:, 0]
+    first_fit = fits[chosen].int().argmax(1, keepdim=True)
+    h = tried_h[chosen].gather(1, first_fit)[:, 0]
+    w = tried_w[chosen].gather(1, first_fit)[:, 0]
     top = (u[chosen, 1] * (H - h + 1)).long()
     left = (u[chosen, 2] * (W - w + 1)).long()
 
-    # Make one column per erased pixel, box after box. The sizes are on the CPU: no wait for a GPU.
+    # Repeat the numbers of each box once for every pixel in it, so that each column describes one
+    # erased pixel. The sizes are on the CPU: no wait for a GPU.
     area = h * w
-    first = area.cumsum(0) - area
-    boxes = torch.stack([chosen, positions[chosen], top, left, w, first, area])
+    first = area.cumsum(0) - area                       # the column of the box's first pixel
+    boxes = torch.stack([chosen, positions[chosen], top, left, w, first, area])     # (7, b)
     boxes = send(boxes, images.device)
     total = int(area.sum())
-    columns = boxes[:6].repeat_interleave(boxes[6], dim=1, output_size=total)
-    sample, position, top, left, w, first = columns
+    columns = boxes.repeat_interleave(boxes[6], dim=1, output_size=total)           # (7, total)
+    sample, position, top, left, w, first, _ = columns
     i = torch.arange(total, device=images.device) - first           # the pixel's number in its box
     y = top + i // w
     x = left + i % w
-    noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))            # (n, 3)
+    # The part `position` of the key is a tensor: each pixel has the position of its own image.
+    noise = normal(uniform(y * W + x, 3, seed, ERASE_NOISE, position.int()))        # (total, 3)
     noise = noise * constant(STD, images.device) + constant(MEAN, images.device)
     images[sample, :, y, x] = noise.to(images.dtype)
     return images
@@ -238,8 +256,9 @@ def random_erase(images, u, positions, seed, prob):
 # --- mixup and cutmix -----------------------------------------------------------------------------
 
 def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
-    """Mix each image and its target (B, K) with the ones before it in the batch: MixUp or CutMix.
+    """Mix each image and its target with the previous image of the batch: MixUp or CutMix.
 
+    targets: (B, K). The previous image of the first one is the last one.
     A fair coin chooses one of them if both arguments are > 0. The arguments are alpha of
     Beta(alpha, alpha), from which the batch's share is drawn. seed and step determine all draws.
     """

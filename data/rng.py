@@ -16,14 +16,17 @@ VIEW, DISTORT = 30, 31                                          # data/masks.py
 START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
 TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py: images, so no clash with texts
+PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py; 70 twice: no program draws both
 ADVERSARIAL = 90                        # train_cls.py
 FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 
 
 def _mix(x):
-    """Apply a round of a 32-bit hash ("lowbias32" constants) to int32, in place; products wrap."""
+    """Change int32 numbers in place by a round of a 32-bit hash, with the constants of "lowbias32".
+
+    The products keep their last 32 bits. `>>` repeats the sign bit, so a mask removes the repeats.
+    """
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2 ** 32)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
@@ -33,25 +36,33 @@ def uniform(index, n, *key):
     """Draw uniform numbers in [0, 1), (B, n) float32 on index's device, multiples of 2**-24.
 
     index: (B,) int64 in [0, 2**31), the samples' numbers. key: ints in [0, 2**31), such as (seed,
-    purpose). Row i depends on (key, index[i]) only, and column j does not depend on n.
+    purpose), or (B,) int32 tensors with a part of the key per sample. Row i depends on (key,
+    index[i]) only, and column j does not depend on n.
     """
-    row = torch.full_like(index, 0x1E3779B9, dtype=torch.int32)
+    start = 0x1E3779B9                                  # two arbitrary constants
+    added = 0x3C6EF372                                  # so that 0 does not stay 0
+    row = torch.full_like(index, start, dtype=torch.int32)
     for k in (*key, index.int()):
-        row = _mix(_mix(row ^ k).add_(0x3C6EF372))
+        row = _mix(_mix(row ^ k).add_(added))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
-    h = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))              # (B, n)
-    h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)
-    return h.float().mul_(2.0 ** -24)
+    hashed = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))         # (B, n)
+    hashed.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)                 # the first 24 bits
+    return hashed.float().mul_(2.0 ** -24)
 
 
 def normal(u):
-    """Turn uniform numbers, multiples of 2**-24, into standard normal ones, all below 5.5."""
+    """Turn uniform numbers, multiples of 2**-24, into standard normal numbers.
+
+    2**-24 moves each number to the middle of its interval, so that 0 does not become -infinity. The
+    results lie between -5.5 and 5.5.
+    """
     return math.sqrt(2) * torch.erfinv(2 * u - 1 + 2 ** -24)
 
 
 def seed_from(*key):
     """Hash ints to a seed in [0, 2**48) for PyTorch's random generator."""
-    text = repr(tuple(map(int, key)))                   # also for NumPy's integers
+    numbers = tuple(int(number) for number in key)      # NumPy's integers have another repr
+    text = repr(numbers)
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
@@ -62,7 +73,8 @@ def epoch_order(n, epoch, seed, repeats=1):
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
     times. The copies are neighbours in the result.
     """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2 ** 63)
+    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63        # one million epochs per seed
+    generator = torch.Generator().manual_seed(seed_of_epoch)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
 
 
@@ -82,5 +94,6 @@ def batch_pairs(n, batch_size, start, stop, seed, rank=0, world=1, repeats=1):
         batch = order[i * batch_size:(i + 1) * batch_size]
         # Neighbours are mixed, so move copies of an image (--repeats) apart: AABBCC -> ABCABC.
         batch = torch.cat([batch[r::repeats] for r in range(repeats)])
-        part = slice(rank * b, (rank + 1) * b)
-        yield step * batch_size + torch.arange(batch_size)[part], batch[part]
+        position = step * batch_size + torch.arange(batch_size)
+        share = slice(rank * b, (rank + 1) * b)                         # of this process
+        yield position[share], batch[share]

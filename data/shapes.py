@@ -1,8 +1,8 @@
 """Render scenes of shapes from formulas: images, labels and masks, without a download.
 
 A shape fills about the unit disc; the y axis points up. It is a function that returns the signed
-distance from the points (x, y) to its edge, negative inside, with slope one near the edge. So the
-edge can be one pixel soft at every size.
+distance from the points (x, y) to its edge, negative inside. Near the edge, the distance has slope
+one, so `render_scenes` can soften the edge over one pixel at every image size.
 """
 
 import math
@@ -10,23 +10,28 @@ import math
 import torch
 
 from common import bar
-from data.images import Split
+from data.images import Split, constant
 from data.rng import SCENE, SCENE_NOISE, uniform
 
 
 def fold(x, y, n):
-    """Fold the plane onto half a wedge: n wedges around 0, the first along +y."""
+    """Fold the plane onto half a wedge, so that a figure there is repeated in 2 n half wedges.
+
+    n equal wedges fill the plane. The first lies around the positive y axis; its half with x >= 0
+    is where all points move.
+    """
     wedge = 2 * math.pi / n
     r = torch.hypot(x, y)
-    angle = (torch.atan2(x, y) + math.pi / n) % wedge - math.pi / n
+    angle = (torch.atan2(x, y) + math.pi / n) % wedge - math.pi / n     # from the y axis
     return r * angle.sin().abs(), r * angle.cos()
 
 
-def box(x, y, width, height):
-    return torch.maximum(x.abs() - width, y.abs() - height)
+def box(x, y, half_width, half_height):
+    return torch.maximum(x.abs() - half_width, y.abs() - half_height)
 
 
 # --- shapes: signed distance from the points (x, y) to the edge -----------------------------------
+# The factors of x and y in a slanted line, such as 0.71 (cos 45 degrees), make its slope one.
 
 def arrow(x, y):
     head = torch.maximum((x.abs() + y - 0.95) * 0.71, -y)
@@ -122,6 +127,12 @@ TEXTURES = [plain, gradient, stripes, checks, dots, waves]
 # --- scenes ---------------------------------------------------------------------------------------
 
 NUM_LAYERS = 5                              # back to front: background, three small shapes, main
+COLUMNS = (                                 # the random numbers of a layer
+    "luminance", "saturation", "hue", "similar hue", "darker",
+    "scale", "place 1", "place 2", "turn", "stretch",
+    "texture angle", "texture frequency", "texture",
+    "class",                                # of the background, which has none: amount of noise
+)
 
 
 def apply_each(functions, which, x, y):
@@ -138,9 +149,9 @@ def colour(hue, saturation, luminance):
     hue = hue[:, None]                                      # (B, 1, 1, 1)
     saturation = saturation[:, None]
     luminance = luminance[:, None]
-    constants = torch.tensor([[0, 4, 2], [0.3, 0.59, 0.11]], device=hue.device)
-    shift, weight = constants[..., None, None]              # (3, 1, 1)
-    rgb = ((hue * 6 + shift) % 6 - 3).abs() - 1
+    shift = constant((0.0, 4.0, 2.0), hue.device).view(3, 1, 1)
+    weight = constant((0.3, 0.59, 0.11), hue.device).view(3, 1, 1)
+    rgb = ((hue * 6 + shift) % 6 - 3).abs() - 1             # the pure colour, as in HSV
     rgb = rgb.clamp(0, 1)
     grey = (rgb * weight).sum(1, keepdim=True)
     darker = rgb * luminance / grey
@@ -150,12 +161,15 @@ def colour(hue, saturation, luminance):
 
 
 def textured(draw, first, second, u, v):
-    """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W)."""
-    angle = draw(0, 2 * math.pi, 10)
-    frequency = draw(4, 9, 11)
+    """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W).
+
+    draw: a function (low, high, column) that draws (B, 1, 1) uniform numbers, see COLUMNS.
+    """
+    angle = draw(0, 2 * math.pi, "texture angle")
+    frequency = draw(4, 9, "texture frequency")
     cos = angle.cos() * frequency
     sin = angle.sin() * frequency
-    which = (draw(0, 1, 12) * len(TEXTURES)).long().flatten()
+    which = (draw(0, 1, "texture") * len(TEXTURES)).long().flatten()
     share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
 
@@ -171,40 +185,47 @@ def render_scenes(index, size=32, seed=0):
     """
     B = len(index)
     device = index.device
-    draws = uniform(index, NUM_LAYERS * 14, seed, SCENE).view(B, NUM_LAYERS, 14)
+    draws = uniform(index, NUM_LAYERS * len(COLUMNS), seed, SCENE)
+    draws = draws.view(B, NUM_LAYERS, len(COLUMNS))
     axis = (torch.arange(size, device=device) + 0.5) * (2 / size) - 1           # pixel centres
     x = axis.expand(B, size, size)
     y = -axis[:, None].expand(B, size, size)
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
-        def draw(low, high, j):                             # (B, 1, 1): the layer's j-th number
-            return low + (high - low) * draws[:, layer, j, None, None]
+        def draw(low, high, column):                        # (B, 1, 1), in [low, high)
+            number = draws[:, layer, COLUMNS.index(column), None, None]
+            return low + (high - low) * number
 
         # Two similar colours. Shapes are light, else small networks need far more images.
-        luminance = draw(0.62, 0.92, 0) if layer else draw(0.1, 0.36, 0)
-        saturation = draw(0.35, 0.95, 1) if layer else draw(0.2, 0.6, 1)
-        hue = draw(0, 1, 2)
-        similar = (hue + draw(-0.12, 0.12, 3)) % 1
+        if layer == 0:
+            luminance = draw(0.1, 0.36, "luminance")
+            saturation = draw(0.2, 0.6, "saturation")
+        else:
+            luminance = draw(0.62, 0.92, "luminance")
+            saturation = draw(0.35, 0.95, "saturation")
+        hue = draw(0, 1, "hue")
+        similar_hue = (hue + draw(-0.12, 0.12, "similar hue")) % 1
+        darker = luminance * draw(0.75, 0.98, "darker")
         first = colour(hue, saturation, luminance)
-        second = colour(similar, saturation, luminance * draw(0.75, 0.98, 4))
+        second = colour(similar_hue, saturation, darker)
         if layer == 0:
             images = textured(draw, first, second, x, y)
             continue
 
         # The place of the shape. u and v are x and y in its own frame.
         if layer == NUM_LAYERS - 1:                         # anywhere inside the image
-            scale = draw(0.52, 0.78, 5)
-            centre_x = draw(-1, 1, 6) * (0.95 - scale)
-            centre_y = draw(-1, 1, 7) * (0.95 - scale)
+            scale = draw(0.52, 0.78, "scale")
+            centre_x = draw(-1, 1, "place 1") * (0.95 - scale)
+            centre_y = draw(-1, 1, "place 2") * (0.95 - scale)
         else:                                               # near the border, one sector per shape
-            scale = draw(0.14, 0.22, 5)
-            radius = draw(0.75, 1.05, 7)
-            angle = (layer + draw(0, 0.9, 6)) * (2 * math.pi / (NUM_LAYERS - 2))
+            scale = draw(0.14, 0.22, "scale")
+            angle = (layer + draw(0, 0.9, "place 1")) * (2 * math.pi / (NUM_LAYERS - 2))
+            radius = draw(0.75, 1.05, "place 2")
             centre_x = (radius * angle.cos()).clamp(-0.85, 0.85)
             centre_y = (radius * angle.sin()).clamp(-0.85, 0.85)
-        turn = draw(-0.35, 0.35, 8)
-        stretch = draw(-0.12, 0.12, 9).exp()
+        turn = draw(-0.35, 0.35, "turn")
+        stretch = draw(-0.12, 0.12, "stretch").exp()
         cos = turn.cos() / scale
         sin = turn.sin() / scale
         dx = x - centre_x
@@ -214,7 +235,7 @@ def render_scenes(index, size=32, seed=0):
 
         # Draw the shape and its shadow on the layers behind it.
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, 13) * len(SHAPES)).long().flatten()    # kept from the last layer
+        labels = (draw(0, 1, "class") * len(SHAPES)).long().flatten()       # last: the main shape's
         distance = apply_each(SHAPES.values(), labels, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
@@ -223,16 +244,17 @@ def render_scenes(index, size=32, seed=0):
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE) - 0.5
     noise = noise.view(B, 3, size, size)
-    images = images + noise * draws[:, 0, 13].view(B, 1, 1, 1) * 0.1
+    amount = draws[:, 0, COLUMNS.index("class")].view(B, 1, 1, 1)           # of the background
+    images = images + noise * amount * 0.1
     return (images.clamp(0, 1) * 255).round().byte(), labels, masks
 
 
-def load_shapes(split, num_images, size=32, device="cpu"):
+def load_shapes(part, num_images, size=32, device="cpu"):
     """Render "train", "val" or "test" on `device`. Returns a Split on this device."""
-    first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[split]    # so the splits never overlap
+    first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[part]     # so the parts never overlap
     index = torch.arange(first, first + num_images, device=device)
     chunks = index.split(max(1, 2 ** 18 // size ** 2))              # to stay in a CPU's cache
-    progress = bar(chunks, f"rendering {split}", leave=False)
-    parts = [render_scenes(chunk, size) for chunk in progress]
-    images, labels, masks = (torch.cat(part) for part in zip(*parts))
+    progress = bar(chunks, f"rendering {part}", leave=False)
+    rendered = [render_scenes(chunk, size) for chunk in progress]
+    images, labels, masks = (torch.cat(tensors) for tensors in zip(*rendered))
     return Split(images, labels, list(SHAPES), masks)
