@@ -39,8 +39,8 @@ def uniform(index, n, *key):
     purpose), or (B,) int32 tensors with a part of the key per sample. Row i depends on (key,
     index[i]) only, and column j does not depend on n.
     """
-    start = 0x1E3779B9                                  # two arbitrary constants
-    added = 0x3C6EF372                                  # so that 0 does not stay 0
+    start = 0x1E3779B9                  # arbitrary
+    added = 0x3C6EF372                  # arbitrary, but not 0: _mix does not change 0
     row = torch.full_like(index, start, dtype=torch.int32)
     for k in (*key, index.int()):
         row = _mix(_mix(row ^ k).add_(added))
@@ -73,7 +73,7 @@ def epoch_order(n, epoch, seed, repeats=1):
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
     times. The copies are neighbours in the result.
     """
-    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63        # one million epochs per seed
+    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63        # different for every seed and epoch
     generator = torch.Generator().manual_seed(seed_of_epoch)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
 
