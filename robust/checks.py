@@ -64,7 +64,7 @@ def steps_and_restarts(model, x, y, eps, steps=20, **options):
     right_long = is_right(model, adv, y)
     adv = restarted(model, x, y, eps, restarts=5, steps=steps, **options)
     right_restarts = is_right(model, adv, y)
-    least = right_short.sum() - slack(y)            # so many must still be right
+    least = right_short.sum() - slack(y)            # at least so many must be right
     conditions = {f"{5 * steps} steps fool no more images than {steps} steps":
                   right_long.sum() >= least,
                   "5 restarts fool no more images": right_restarts.sum() >= least}

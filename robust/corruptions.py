@@ -285,7 +285,7 @@ def elastic_transform(images, c, u):
     s = min(H, W) // 3
     corners = torch.tensor([[x0 + s, y0 + s], [x0 + s, y0 - s], [x0 - s, y0 - s]]).to(x)
     moved = F.pad(corners + shifts, (0, 1), value=1)
-    inverse = torch.linalg.inv_ex(moved)[0]             # without the check of inv, which waits
+    inverse = torch.linalg.inv_ex(moved)[0]             # inv would wait for a GPU
     # This is inverse @ corners, (B, 3, 2), but @ would round differently for other batch sizes.
     to_source = (inverse[..., None] * corners).sum(2)
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each

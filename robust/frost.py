@@ -63,9 +63,9 @@ def scaled_frost(frost_dir, scale, H, W, device):
         x = texture[None].to(device).float()
         if scale != 1:
             x = F.interpolate(x, scale_factor=scale, mode="bilinear").round_()
-        missing = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
-        if missing > 1:                     # enlarge 10 % more than needed: room for random places
-            x = F.interpolate(x, scale_factor=1.1 * missing, mode="bicubic")
+        least_factor = max((H + 1) / x.shape[2], (W + 1) / x.shape[3])
+        if least_factor > 1:                # 10 % more leaves room for crops at random places
+            x = F.interpolate(x, scale_factor=1.1 * least_factor, mode="bicubic")
             x = x.round_().clamp_(0, 255)   # bicubic interpolation can overshoot
         textures.append(x[0].byte())
     return textures
