@@ -82,7 +82,8 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
         if not len(on):
             break
         start_state = select_rows(state, robust)
-        adv[on], fooled = climb(model, source, objective, start_state, steps)
+        found, fooled = climb(model, source, objective, start_state, steps)
+        adv[on] = found
         robust[on] = ~fooled
     return adv
 
