@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
          *sorted(ROOT.glob("studies/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
-          "--master_addr", "--include", "--rdzv_id")               # flags of other programs
+          "--master_addr", "--include", "--rdzv_id", "--no-deps", "--target")   # other programs
 CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests")
 
 
