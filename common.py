@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,11 +18,13 @@ import time
 import zlib
 from contextlib import contextmanager
 from datetime import date
+from fractions import Fraction
 from pathlib import Path
 
-# Waiting threads of PyTorch sleep after this many checks for work; otherwise they slow working
-# threads down if other programs run, too (docs/data.md). Set before PyTorch is imported.
-if "OMP_WAIT_POLICY" not in os.environ:                     # the user's own setting wins
+# A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
+# sleep slow down the working threads if other programs run, too (docs/data.md). PyTorch reads the
+# variable when it is imported. A value that you set yourself stays.
+if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch  # noqa: E402
@@ -38,8 +41,11 @@ class InputError(ValueError):
 
 def run(main):
     """Call a script's main(). An InputError prints one line; other exceptions show a traceback."""
-    torch.set_flush_denormal(True)      # for speed (docs/data.md), also in DataLoader workers
-    if isinstance(sys.stdout, io.TextIOWrapper):        # letters that a terminal lacks: \u03bb
+    # Numbers below 1e-38 become 0, because a CPU computes with them slowly (docs/data.md).
+    # DataLoader workers inherit this setting.
+    torch.set_flush_denormal(True)
+    # Print a letter that the terminal's encoding lacks as an escape, such as \u03bb.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
@@ -47,9 +53,9 @@ def run(main):
             dist.destroy_process_group()
     except InputError as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
-        *_, words = str(e).splitlines()
-        words = words.removeprefix("common.InputError: ")
-        sys.exit(f"error: {words}")
+        message = str(e).splitlines()[-1]
+        message = message.removeprefix("common.InputError: ")
+        sys.exit(f"error: {message}")
 
 
 def is_first():
@@ -65,8 +71,8 @@ def print0(*lines):
 
 def bar(items, text, **options):
     """Return a progress bar over items, for the first process in a terminal. options: for tqdm."""
-    hidden = not is_first() or None                     # None: show it in a terminal only
-    return tqdm(items, text, disable=hidden, **options)
+    disable = None if is_first() else True              # None: tqdm shows it in a terminal only
+    return tqdm(items, text, disable=disable, **options)
 
 
 def wide(x):
@@ -86,8 +92,8 @@ def new_parser(doc):
 def parse_flags(parser, recipes, default):
     """Parse the flags. Priority: command line, then the run of --resume, then the recipe of --data.
 
-    recipes: {data set: {flag: value}}. default: the data set without --data and --data_dir.
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
+    recipes: {data set: {flag: value}}. default: the data set if neither --data nor --data_dir is
+    given. Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     # Three flags choose the defaults of the others.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -101,56 +107,83 @@ def parse_flags(parser, recipes, default):
     stored = dict(checkpoint.get("args", {}))
     for name in ("device", "download", "max_steps", "out_dir", "resume"):
         stored.pop(name, None)
-    if given.data_dir:
-        default = "folder"
-    data = given.data or stored.get("data") or default
+    data = given.data or stored.get("data")
+    if not data:
+        data = "folder" if given.data_dir else default
     parser.set_defaults(**(recipes.get(data, {}) | stored | dict(data=data)))
     args = parser.parse_args()
     return args, checkpoint
 
 
-def positive(text):
-    """Return a flag's whole number; an error below 1."""
+def check_range(text, value, low, high=math.inf):
+    """Raise argparse's error unless low <= value <= high. text: the value on the command line."""
+    if not low <= value <= high:                        # NaN, too
+        expected = f"a number from {low} to {high}"
+        if high == math.inf:
+            expected = f"{low} or more"
+        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
+
+
+def positive_int(text):
+    """Return a flag's whole number, 1 or more."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected 1 or more")
+    check_range(text, value, 1)
     return value
 
 
-def natural(text):
-    """Return a flag's whole number; an error below 0."""
+def nonnegative_int(text):
+    """Return a flag's whole number, 0 or more."""
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    check_range(text, value, 0)
     return value
 
 
-def not_negative(text):
-    """Return a flag's number; an error below 0."""
+def nonnegative_float(text):
+    """Return a flag's number, 0 or more; inf is allowed."""
     value = float(text)
-    if not value >= 0:                                  # NaN, too
-        raise argparse.ArgumentTypeError(f"{text}: expected 0 or more")
+    check_range(text, value, 0)
     return value
 
 
 def share(text):
     """Return a flag's number from 0 to 1."""
     value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1")
+    check_range(text, value, 0, 1)
+    return value
+
+
+def fraction(text):
+    """Return a flag's number from 0 to 1, which may be written as a fraction: 2/255."""
+    try:
+        value = float(Fraction(text))
+    except ZeroDivisionError:
+        value = math.inf
+    check_range(text, value, 0, 1)
+    return value
+
+
+def rate(text):
+    """Return a flag's number, at least 0 and below 1."""
+    value = share(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number below 1")
     return value
 
 
 def typed_flags(parser):
     """Return the names of the flags that are on the command line, a set."""
     names = vars(parser.parse_args())
-    empty = argparse.Namespace(**dict.fromkeys(names))  # argparse sets no default over a value
-    values = vars(parser.parse_args(namespace=empty))
+    # argparse replaces a value in this namespace by a typed value only, and never by a default.
+    nothing = argparse.Namespace(**dict.fromkeys(names))
+    values = vars(parser.parse_args(namespace=nothing))
     return {name for name, value in values.items() if value is not None}
 
 
 def reject_flags(names, why):
-    """Raise InputError if there are names of flags, which would do nothing. why: with --resume."""
+    """Raise InputError if a flag would do nothing.
+
+    names: the names of such flags, a set. why: the reason, such as "with --resume".
+    """
     if names:
         flags = ", ".join(f"--{name}" for name in sorted(names))
         raise InputError(f"{flags}: no effect {why}; remove it")
@@ -164,21 +197,24 @@ def parse_layers(text, depth):
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
         first, _, last = part.partition("-")
         layers += range(int(first), int(last or first) + 1)
-    if not layers:
-        raise InputError(f"--rpc_layers {text} names no layer")
+    if not layers:                                      # 3-1
+        raise InputError(f"--rpc_layers {text}: expected a layer, such as 0 or 0-3")
     return tuple(layers)
 
 
-def new_run(folder):
-    """Return `folder`. InputError if it already contains a run."""
+def check_new_run(folder):
+    """Raise InputError if `folder` already contains a run.
+
+    This check comes before the data are loaded. create_log checks again, because another run can
+    begin in between.
+    """
     if Path(folder, "last.pt").exists():
-        raise InputError(f"{folder} holds a run; use --resume {folder}, or another "
+        raise InputError(f"{folder} contains a run; use --resume {folder}, or another "
                          f"--out_dir")
     if Path(folder, "log.jsonl").exists():
-        raise InputError(f"{folder} holds the log of a run that has no checkpoint yet; "
-                         f"choose another --out_dir, or delete {folder}/log.jsonl if no "
-                         f"run is active")
-    return folder
+        raise InputError(f"{folder} contains the log of a run without a checkpoint; choose "
+                         f"another --out_dir, or delete {folder}/log.jsonl if no run is "
+                         f"active")
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -215,25 +251,37 @@ def from_first(value):
 
 
 def same_everywhere(value, what):
-    """Raise InputError unless all processes have the same value. what: its name in the message."""
-    if dist.is_initialized():
-        values = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value)
-        if isinstance(value, dict):
-            values = differing_entries(values)
-        if any(other != values[0] for other in values):
-            raise InputError(f"the processes have different {what}: {str(values):.300}; "
-                             f"expected the same files and flags on every node")
+    """Raise InputError unless all processes have the same value. what: its name in the message.
+
+    Dicts must have the same keys. The message shows the entries of a dict that differ.
+    """
+    if not dist.is_initialized():
+        return
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    first = values[0]
+    if all(other == first for other in values):
+        return
+    if isinstance(value, dict):
+        names = set()
+        for other in values:
+            names |= {name for name in first if other[name] != first[name]}
+        for rank, other in enumerate(values):
+            values[rank] = {name: other[name] for name in sorted(names)}
+    raise InputError(f"the processes have different {what}: {str(values):.300}; expected the "
+                     f"same files and flags on every node")
 
 
-def differing_entries(dicts):
-    """Return dicts with the same keys without the entries that all of them have in common."""
-    first = dicts[0]
-    differ = []
-    for name in first:
-        if any(other[name] != first[name] for other in dicts):
-            differ.append(name)
-    return [dict(zip(differ, map(each.get, differ))) for each in dicts]
+# Flags that may differ between the machines of one run.
+PER_MACHINE = ("data_dir", "num_workers", "device", "init_from", "backbone", "out_dir",
+               "resume")
+
+
+def same_run(args, data, first):
+    """Raise InputError unless all processes have the same data, flags and first step."""
+    same_everywhere(data, "data")
+    flags = {name: value for name, value in vars(args).items() if name not in PER_MACHINE}
+    same_everywhere(flags | dict(first_step=first), "flags")
 
 
 def share_buffers(model):
@@ -243,27 +291,24 @@ def share_buffers(model):
             dist.broadcast(buffer, 0)
 
 
-def allowed_cores():
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):                # Linux; containers and SLURM allow fewer
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def default_workers():
-    """Return the default of --num_workers: one process per core, at most 10."""
-    return min(allowed_cores(), 10)
+    """Return the default of --num_workers: one process per core that we may use, at most 10."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):                # on Linux; a container may allow fewer
+        cores = len(os.sched_getaffinity(0))
+    return min(cores, 10)
 
 
 def use_bf16(wanted, device):
-    """Return whether to compute in bf16 autocast. wanted: the value of --amp.
+    """Return whether to compute in bf16 autocast. wanted: the value of --amp, None by default.
 
-    With bf16, the float32 matrix products and convolutions that remain are faster, too (TF32).
+    Also sets the precision of the remaining float32 products and convolutions: TF32 with bf16.
     """
     amp = wanted
-    if wanted is None:
-        amp = (device.type == "cuda"
-               and torch.cuda.is_bf16_supported(including_emulation=False))
+    if amp is None:
+        amp = False
+        if device.type == "cuda":
+            amp = torch.cuda.is_bf16_supported(including_emulation=False)
     precision = "high" if amp else "highest"
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = amp
@@ -271,13 +316,15 @@ def use_bf16(wanted, device):
 
 
 def use_compile(wanted, device):
-    """Return whether to compile the model. wanted: the value of --compile.
+    """Return whether to compile the model. wanted: the value of --compile, None by default.
 
     The default is to compile on a CUDA device. torch.compile generates code by Triton, which needs
-    a C compiler and a GPU of compute capability 7.0; if one is missing, a line says so.
+    a C compiler and a GPU of compute capability 7.0. Prints a line if one of them is missing.
     """
-    if wanted is not None or device.type != "cuda":
-        return bool(wanted)
+    if wanted is not None:
+        return wanted
+    if device.type != "cuda":
+        return False
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     triton = importlib.util.find_spec("triton")
     new_enough = torch.cuda.get_device_capability(device) >= (7, 0)
@@ -331,7 +378,7 @@ def create_log(path):
 
 
 def cut_log(path, step):
-    """Keep the rows of a log up to `step`. The last line is left out if a kill has cut it."""
+    """Keep the rows of a log up to `step`, without an incomplete last line, which a kill leaves."""
     if not path.exists():
         print0(f"{path} is missing; a new log begins after step {step}")
         return create_log(path)
@@ -342,14 +389,23 @@ def cut_log(path, step):
         tmp.write_text("".join(kept), "utf-8")
 
 
-def append_row(path, row):
-    """Append a row, a dict, to a file of JSON lines. Only the first process writes.
+def to_json(value, sort_keys=False):
+    """Return a value of plain Python types as JSON. JSON has no infinity: inf becomes "inf"."""
+    def finite(x):
+        if isinstance(x, dict):
+            return {key: finite(entry) for key, entry in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [finite(entry) for entry in x]
+        return "inf" if x == math.inf else x
 
-    JSON has no infinity: lambda = inf becomes "inf".
-    """
+    return json.dumps(finite(value), sort_keys=sort_keys)
+
+
+def append_row(path, row):
+    """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
     if is_first():
         with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(row).replace(": Infinity", ': "inf"') + "\n")
+            f.write(to_json(row) + "\n")
 
 
 def read_log(path):
@@ -363,20 +419,22 @@ def read_log(path):
             except json.JSONDecodeError:
                 row = None
             if row is None or not line.endswith("\n"):
-                raise InputError(f"{path}, line {number}: the row is not complete, because a "
-                                 f"program or disk stopped; delete this line to use the others")
+                raise InputError(f"{path}, line {number}: the row is incomplete, expected "
+                                 f"one JSON object and a line break; delete this line")
             rows.append(row)
     return rows
 
 
-def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
+def log_steps(path, step, pending, began, batch_size, unit, **numbers):
     """Log the mean loss, gradient norm and speed of the last steps; print loss and speed.
 
-    pending: one dict of 0-d tensors per step: loss, grad_norm, your own numbers. Each mean is over
-    steps and processes. clock: the time.perf_counter() before these steps. batch_size: how many
-    units, such as "images", a step has. numbers: other fields of the row. In a step, the CPU waits
-    for the device here only; with --adv_eps also in each attack, which checks the images and the
-    logits. InputError if a loss or norm is not finite.
+    step: the number of the last step. pending: one dict of 0-d tensors per step: loss, grad_norm,
+    your own numbers. Each mean is over steps and processes. began: the time.perf_counter() before
+    these steps. batch_size: the number of units per step. unit: for example "images". numbers:
+    other fields of the row. InputError if a loss or norm is not finite.
+
+    Here the CPU waits for the device. Other steps do not wait, unless --adv_eps is given: each
+    attack waits to check the images and the logits.
     """
     names = list(pending[0])
     columns = []
@@ -387,22 +445,26 @@ def log_steps(path, step, pending, clock, batch_size, unit, **numbers):
         recent = recent / dist.get_world_size()
         dist.all_reduce(recent)                                     # adds over processes
     recent = recent.cpu()
-    rate = batch_size * len(pending) / (time.perf_counter() - clock)
-    for i, (loss, norm, *_) in enumerate(recent.tolist(), step - len(pending) + 1):
+    per_second = batch_size * len(pending) / (time.perf_counter() - began)
+    first = step - len(pending) + 1
+    for i, values in enumerate(recent.tolist(), first):
+        values = dict(zip(names, values))
+        loss = values["loss"]
+        norm = values["grad_norm"]
         if not math.isfinite(loss + norm):
             raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm "
                              f"{norm:.4g}; try a smaller --lr or --clip")
     means = recent.mean(0).tolist()
     means = dict(zip(names, means))
-    row = {"step": step} | means | {f"{unit}_per_s": rate} | numbers
+    row = {"step": step} | means | {f"{unit}_per_s": per_second} | numbers
     append_row(path, row)
-    print0(f"step {step:6d}  loss {means['loss']:.4f}  {rate:.0f} {unit}/s")
+    print0(f"step {step:6d}  loss {means['loss']:.4f}  {per_second:.0f} {unit}/s")
 
 
 def origin(device):
     """Return fields of a row: date, commit, PyTorch's version, hardware, number of processes.
 
-    Processors round differently.
+    The hardware includes the processor's model, because processors round differently.
     """
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -418,6 +480,7 @@ def commit():
     """Return the commit of this code, with "-dirty" if files have changed, or "no git"."""
     if not shutil.which("git"):
         return "no git"
+    # no lock: other programs can use git at the same time; --exclude=*: no tags
     command = ("git --no-optional-locks describe --always --dirty --abbrev=12 "
                "--exclude=*").split()
     folder = Path(__file__).parent
@@ -426,12 +489,14 @@ def commit():
 
 
 def processor():
-    """Return name, family and model of the processor, as Linux reports them."""
+    """Return name, family and model of the processor; only its type if Linux does not list them."""
     info = Path("/proc/cpuinfo")
     fields = {}
     if info.exists():
         fields = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text()))
-    return (f"{fields.get('model name', '')} family {fields.get('cpu family')} "
+    if "model name" not in fields:                      # a Mac, Windows, ARM
+        return platform.processor() or platform.machine()
+    return (f"{fields['model name']} family {fields.get('cpu family')} "
             f"model {fields.get('model')}")
 
 
@@ -452,9 +517,9 @@ def save(path, checkpoint):
 
 
 def load(path):
-    """Read a checkpoint: a file, or best.pt, else last.pt, of a run's folder. Tensors: on the CPU.
+    """Read a checkpoint, with its tensors on the CPU.
 
-    weights_only=True: code in the file does not run.
+    path: a file, or the folder of a run, whose best.pt is read if it exists, otherwise last.pt.
     """
     path = Path(path)
     if path.is_dir():
@@ -464,16 +529,29 @@ def load(path):
         raise InputError(f"there is no checkpoint {path}")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):    # DeiT's files contain one
+            # weights_only=True: code in the file does not run.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:                                          # torch.load raises many types
-        raise InputError(f"{path} cannot be loaded: {repr(e):.200}") from None
+        raise InputError(f"{path} cannot be loaded, expected a checkpoint by torch.save: "
+                         f"{repr(e):.200}") from None
+
+
+def check_task(checkpoint, task, script):
+    """Raise InputError unless a checkpoint is for `task`, so that `script` wrote it."""
+    own = checkpoint.get("task", "an unknown task")
+    if own != task:
+        raise InputError(f"the checkpoint is for {own}; expected one for {task}, which "
+                         f"{script} writes")
 
 
 def resume(checkpoint, current, model, optimizer):
-    """Load the checkpoint of --resume. InputError if it has other values than `current`, a dict.
+    """Load the checkpoint of --resume into the model and the optimiser.
 
-    The optimiser keeps its own settings, such as weight decay.
+    current: {name: value} of this run, for what may not change. InputError if the checkpoint has
+    another value.
     """
+    # For example classes, batch_size and attn. The network's own settings count: if the flag
+    # --num_classes was not given, it is None.
     stored = checkpoint | checkpoint["args"] | checkpoint["model_config"]
     for name, value in current.items():
         if stored.get(name) != value:
@@ -481,6 +559,8 @@ def resume(checkpoint, current, model, optimizer):
                              f"{stored.get(name)!r:.60} and is {value!r:.60}; resume with "
                              f"the same data and settings")
     model.load_state_dict(checkpoint["model"])
+    # load_state_dict would also load the settings of the groups. Keep the settings of the new
+    # optimiser, which follow the flags of this command, such as another --weight_decay.
     state = checkpoint["optimizer"]
     groups = []
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -499,7 +579,7 @@ def best_evaluation(checkpoint, folder):
 
 
 def checksum(model):
-    """Return the CRC-32 of a model's weights, which identifies them in a row: 8 hex digits."""
+    """Return the CRC-32 of a model's weights, 8 hex digits, by which rows name the weights."""
     crc = 0
     for tensor in model.state_dict().values():
         flat = tensor.cpu().contiguous().flatten()

@@ -1,5 +1,6 @@
 """Test common.py: files survive kills; an error in the user's input is one line."""
 
+import json
 import math
 import os
 from argparse import ArgumentTypeError, Namespace
@@ -10,7 +11,7 @@ import torch
 
 import common
 from common import InputError, load, save, start_log
-from processes import finish, start
+from processes import finish, group, start
 
 
 def test_a_folders_best_checkpoint_is_loaded(tmp_path, monkeypatch):
@@ -77,11 +78,11 @@ def test_a_new_run_owns_its_folder(tmp_path):
     with pytest.raises(InputError, match="log.jsonl exists: another run has begun"):
         open_log(tmp_path, 0)
     assert path.read_bytes() == before
-    with pytest.raises(InputError, match="holds the log of a run that has no checkpoint"):
-        common.new_run(tmp_path)
+    with pytest.raises(InputError, match="contains the log of a run without a checkpoint"):
+        common.check_new_run(tmp_path)
     save(tmp_path / "last.pt", dict(step=1))
-    with pytest.raises(InputError, match="holds a run; use --resume"):
-        common.new_run(tmp_path)
+    with pytest.raises(InputError, match="contains a run; use --resume"):
+        common.check_new_run(tmp_path)
 
 
 def test_a_cut_last_line_is_left_out(tmp_path):
@@ -129,13 +130,21 @@ def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kind, bad", [
-    (common.positive, ("0", "-1")), (common.natural, ("-1",)), (common.not_negative, ("-1", "nan")),
-    (common.share, ("-0.1", "2", "nan"))])
+    (common.positive_int, ("0", "-1")), (common.nonnegative_int, ("-1",)),
+    (common.nonnegative_float, ("-1", "nan")), (common.share, ("-0.1", "2", "nan")),
+    (common.fraction, ("1/0", "256/255", "-1/255"))])
 def test_flags_reject_wrong_numbers(kind, bad):
     for text in bad:
         with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
             kind(text)
     assert kind("1") == 1
+
+
+def test_a_rate_is_below_one():
+    assert common.rate("0") == 0 and common.rate("0.9") == 0.9
+    for text in ("1", "2", "nan", "-0.1"):
+        with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
+            common.rate(text)
 
 
 def test_wrong_layers_are_one_line():
@@ -184,7 +193,32 @@ def test_the_suite_hides_the_gpu(pytestconfig):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def different_flags():
+    """Compare values that differ in one entry, and print the error."""
+    values = dict(lr=float(os.environ["RANK"]), clip=1.0)
+    try:
+        common.start_processes("cpu")
+        common.same_everywhere(dict(clip=1.0), "flags")
+        common.same_everywhere(values, "flags")
+    except InputError as error:
+        print(error)
+
+
 def test_processes_name_the_entries_that_differ():
-    dicts = [dict(lr=1e-3, clip=1.0, seed=0), dict(lr=1e-4, clip=1.0, seed=0)]
-    assert common.differing_entries(dicts) == [dict(lr=1e-3), dict(lr=1e-4)]
-    assert common.differing_entries([dict(a=1), dict(a=1)]) == [{}, {}]
+    for printed in group(different_flags, []):
+        assert "the processes have different flags: [{'lr': 0.0}, {'lr': 1.0}];" in printed
+
+
+def test_infinity_becomes_valid_json():
+    row = dict(lambd=math.inf, steps=[math.inf, 1], args=dict(x=(2, math.inf)), name="a: Infinity")
+    expected = dict(lambd="inf", steps=["inf", 1], args=dict(x=[2, "inf"]), name="a: Infinity")
+    assert json.loads(common.to_json(row)) == expected
+    assert common.to_json(dict(b=1, a=2), sort_keys=True) == '{"a": 2, "b": 1}'
+
+
+def test_other_systems_name_their_processor(monkeypatch):
+    monkeypatch.setattr(common.Path, "exists", lambda path: False)
+    monkeypatch.setattr(common.platform, "processor", lambda: "arm")
+    assert common.processor() == "arm"
+    monkeypatch.setattr(common.platform, "processor", lambda: "")
+    assert common.processor() == common.platform.machine()
