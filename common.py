@@ -33,6 +33,9 @@ from tqdm import tqdm  # noqa: E402
 
 LOG_EVERY = 20                          # steps between two rows of a run's log
 MIN_LR = 1e-5                           # the last learning rate of train_cls.py and train_seg.py
+# How the names of matrices end, to which weight decay applies: the weights of layers, a FAN's
+# temperature, S of Scaled Attention, and the two projections of Segmenter's decoder.
+MATRICES = ("weight", "mlp.temperature", "learned.s", "proj_patch", "proj_classes")
 
 
 class InputError(ValueError):
@@ -170,6 +173,30 @@ def rate(text):
     return value
 
 
+def attention_flags(flag, attentions, forms):
+    """Add the flags --attn, --rpc_layers, --n_iter, --lambd and --form.
+
+    flag: add_argument of a group of flags. attentions, forms: the values of --attn and of --form.
+    """
+    attn = "rpc is RPC-Attention in --rpc_layers, symmetric elsewhere"
+    n_iter = "steps of PAP, the algorithm in RPC-Attention"
+    lambd = "the larger lambda is, the fewer entries of PAP's S are not 0; inf keeps S at 0"
+    factor = ""
+    if "rpca" in attentions:
+        attn += "; rpca has robust PCA in the place of PAP"
+        n_iter += ", or of robust PCA"
+        factor = "; for rpca a factor of robust PCA's 1 / sqrt(tokens) (default: 1)"
+    flag("--attn", choices=sorted(attentions), default="rpc", help=f"{attn} (default: rpc)")
+    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
+         "0-3 or all; layer 0 is the first (default: 0)")
+    flag("--n_iter", type=positive_int, help=f"{n_iter}; the paper: 4 to 6 with "
+         "--rpc_layers 0, and 2 with all (default: 4)")
+    flag("--lambd", type=nonnegative_float, help=f"{lambd}; the paper: 4 with "
+         f"--rpc_layers 0, and 3 with all (default: 4){factor}")
+    flag("--form", choices=forms, help="PAP as in the released code, as in the printed "
+         "paper, or as in the paper with ADMM's sign (default: released)")
+
+
 def typed_flags(parser):
     """Return the names of the flags that are on the command line, a set."""
     names = vars(parser.parse_args())
@@ -187,6 +214,23 @@ def reject_flags(names, why):
     if names:
         flags = ", ".join(f"--{name}" for name in sorted(names))
         raise InputError(f"{flags}: no effect {why}; remove it")
+
+
+def evaluation_data(args, trained, made):
+    """Choose the data of --eval_only: those of the training, unless flags name others.
+
+    args.data: None without --data. trained: the flags of the training. made: the data set that the
+    program makes itself, without a folder. Returns (data, data_dir).
+    """
+    data = args.data or trained["data"]
+    if data == made and args.data_dir:
+        if args.data:
+            reject_flags({"data_dir"}, f"with --data {made}")
+        data = "folder"
+    data_dir = args.data_dir
+    if not data_dir and data == trained["data"]:
+        data_dir = trained["data_dir"]
+    return data, data_dir
 
 
 def parse_layers(text, depth):
@@ -282,6 +326,21 @@ def same_run(args, data, first):
     same_everywhere(data, "data")
     flags = {name: value for name, value in vars(args).items() if name not in PER_MACHINE}
     same_everywhere(flags | dict(first_step=first), "flags")
+
+
+def weight_decay_groups(model, weight_decay):
+    """Return the optimiser's groups of trained parameters. Weight decay applies to matrices."""
+    decay = []
+    no_decay = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if p.ndim > 1 and name.endswith(MATRICES):
+            decay.append(p)
+        else:
+            no_decay.append(p)
+    return [dict(params=decay, weight_decay=weight_decay),
+            dict(params=no_decay, weight_decay=0)]
 
 
 def share_buffers(model):

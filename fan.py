@@ -29,7 +29,7 @@ FAN_SIZES = {                                                  # parameters at 2
 
 class FANConfig(ViTConfig):
     """Settings of a FAN. patch_size: 2, 4, 8 or 16. drop_path: the rate of every block."""
-    family = "fan "                   # prefix of the attention's name in tables; not a field
+    family = "fan "                   # begins the network's name in tables: "fan symmetric"
 
     @property
     def num_tokens(self):             # N in the blocks: one token per patch
@@ -37,12 +37,16 @@ class FANConfig(ViTConfig):
 
 
 def stem(patch_size, dim):
-    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side."""
+    """Return the stem, (B, 3, S, S) -> (B, C, S/P, S/P): convolutions that halve each side.
+
+    For patches of 4 pixels, the numbers of channels are 3-96-192 if C = 192. This is our choice:
+    the last two layers of the stem for patches of 16. NVlabs/FAN has 3-48-192.
+    """
     steps = int(math.log2(patch_size))
     layers = []
     inputs = 3
     for i in reversed(range(steps)):
-        outputs = dim >> i                                      # P=4: 3-96-192; NVlabs: 3-48-192
+        outputs = dim // 2 ** i
         conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         layers += [nn.Sequential(conv, nn.BatchNorm2d(outputs)), nn.GELU()]
         inputs = outputs
@@ -184,15 +188,18 @@ class FANBlock(Block):
 
 
 class ClassBlock(FANBlock):
-    """Block that updates the class token by attention and an MLP.
+    """Block whose attention and MLP change the class token, (B, N + 1, C) in and out.
 
-    The norms change the patch tokens, and the last line doubles them, as in NVlabs/FAN.
+    As in NVlabs/FAN, the patch tokens change, too: the norms change them, norm1(x) is added to
+    them, and the last line doubles them.
     """
 
     def forward(self, x):
         z = self.norm1(x)
-        x = self.norm2(x + self.gamma1 * torch.cat([self.attn(z), z[:, 1:]], 1))
-        return x + torch.cat([self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]], 1)
+        change = torch.cat([self.attn(z), z[:, 1:]], 1)         # of the class token, of the patches
+        x = self.norm2(x + self.gamma1 * change)
+        change = torch.cat([self.gamma2 * self.mlp(x[:, :1]), x[:, 1:]], 1)
+        return x + change
 
 
 class FAN(ViT):
@@ -211,16 +218,22 @@ class FAN(ViT):
             name = layer_attention(c.attn, i, c.rpc_layers)
             attn = TokenAttention(C, H, name, pap=c.pap, num_tokens=c.num_tokens)
             self.blocks.append(FANBlock(c, attn, ChannelGate(C, H, hidden)))
-        symmetric = layer_attention(c.attn, 0, ()) == "symmetric"   # in layers without RPC
+        # The class token has the attention of the layers without RPC-Attention.
+        symmetric = layer_attention(c.attn, i=0, rpc_layers=()) == "symmetric"
         self.cls_attn_blocks = nn.ModuleList()
         for _ in range(2):
             attn = ClassAttention(C, H, symmetric)
             self.cls_attn_blocks.append(ClassBlock(c, attn, Mlp(C, hidden)))
 
-    def forward(self, images):
-        x = self.patch_embed(self.normalise(images)) + self.pos_embed()     # (B, N, C)
+    def run_blocks(self, x, pos_embed):
+        """Compute the patch tokens after the last block: normalised (B, 3, h, h) -> (B, N, C)."""
+        x = self.patch_embed(x) + pos_embed
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def forward(self, images):
+        x = self.run_blocks(self.normalise(images), self.pos_embed())       # (B, N, C)
         x = torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1)
         for block in self.cls_attn_blocks:
             x = block(x)

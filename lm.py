@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
                        default_settings, layer_attention)
-from common import InputError, wide
+from common import InputError, check_task, wide
 
 LM_SIZES = {
     # trains in minutes on a CPU
@@ -49,7 +49,8 @@ class LMConfig:
     pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: see SelfAttention.
                                       # mu_over, the tokens in mean|k|: "seen" (tokens 0 to t),
                                       # "token" (only t), or "all", which reads the future
-    dropout: float = 0.1              # embedding, attention output, MLP (twice), final hidden state
+    dropout: float = 0.1              # rate after the embedding, after attention, twice in the MLP,
+                                      # and on the last hidden state
     cutoffs: tuple = ()               # first id of each cluster of rare words, in the paper
                                       # (20000, 40000, 200000); (): softmax over all words
 
@@ -83,13 +84,13 @@ def sinusoids(context, dim):
 class Block(nn.Module):
     """Post-norm transformer block, (B, T, C) in and out, as in the paper: LN(x + f(x)).
 
-    attn: keywords of attention.SelfAttention.
+    settings: other keywords of attention.SelfAttention.
     """
 
-    def __init__(self, dim, num_heads, mlp_dim, dropout, **attn):
+    def __init__(self, dim, num_heads, mlp_dim, dropout, **settings):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attn = SelfAttention(dim, num_heads, proj_drop=dropout, **attn)
+        self.attn = SelfAttention(dim, num_heads, proj_drop=dropout, **settings)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(OrderedDict(
             fc1=nn.Linear(dim, mlp_dim), act=nn.ReLU(), drop1=nn.Dropout(dropout),
@@ -124,8 +125,9 @@ class LM(nn.Module):
             if isinstance(m, AdaptiveSoftmax):
                 nn.init.normal_(m.cluster_weight, 0.0, 0.02)
             elif isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm)):
-                nn.init.normal_(m.weight, float(isinstance(m, nn.LayerNorm)), 0.02)
-                if getattr(m, "bias", None) is not None:
+                mean = 1.0 if isinstance(m, nn.LayerNorm) else 0.0
+                nn.init.normal_(m.weight, mean, 0.02)
+                if getattr(m, "bias", None) is not None:        # an Embedding has no bias
                     nn.init.zeros_(m.bias)
 
     def hidden(self, tokens):
@@ -146,7 +148,8 @@ class LM(nn.Module):
         weight, bias = self.embed.weight, self.bias
         if self.adaptive:
             return self.adaptive.nll(hidden, targets, weight, bias)
-        if targets.numel() * len(weight) <= MAX_LOGITS:
+        num_logits = targets.numel() * len(weight)              # one per target and word
+        if num_logits <= MAX_LOGITS:
             return linear_nll(hidden, weight, bias, targets)
         nats = chunked_nll(hidden.flatten(0, -2), weight, bias, targets.flatten())
         return nats.view(targets.shape)
@@ -178,33 +181,34 @@ class LM(nn.Module):
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the LM from a checkpoint of train_lm.py, in eval mode."""
-    if checkpoint.get("task") != "language modelling":
-        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
-                         f"train_lm.py, for language modelling")
+    check_task(checkpoint, "language modelling", "train_lm.py")
     model = LM(LMConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
 
 
 @torch.no_grad()
-def reads_the_future(model):
-    """Return whether the hidden state of a word depends on later words.
+def depends_on_later_words(model):
+    """Return whether the hidden state of a word depends on later words, by running the model.
 
-    Runs the model on two texts that agree in the first half and differ in every later word. It
-    finds mu_over="all" only if S is not zero, which can need some training.
+    The model reads two texts that agree in the first half and differ in every later word. The
+    hidden states of the first half must agree, up to rounding. (mu_over="all" changes them only if
+    S is not zero, which can need some training.)
     """
     c = model.config
-    training = model.training
     half = c.context // 2
-    words = torch.Generator().manual_seed(0)
-    one = torch.randint(c.vocab_size, (2, c.context), generator=words)
-    other = one.clone()
-    other[:, half:] = (one[:, half:] + c.vocab_size // 2) % c.vocab_size
+    generator = torch.Generator().manual_seed(0)        # leaves PyTorch's own generator alone
+    text = torch.randint(c.vocab_size, (2, c.context), generator=generator)
+    other = text.clone()
+    other[:, half:] = (text[:, half:] + c.vocab_size // 2) % c.vocab_size
     device = model.embed.weight.device
-    one, other = (model.eval().hidden(t.to(device))[:, :half] for t in (one, other))
-    model.train(training)
-    difference = (one - other).abs().amax()
-    return bool(difference > 1e-5 * one.abs().amax())
+    was_training = model.training
+    model.eval()
+    hidden = model.hidden(text.to(device))[:, :half]
+    other_hidden = model.hidden(other.to(device))[:, :half]
+    model.train(was_training)
+    difference = (hidden - other_hidden).abs().amax()
+    return bool(difference > 1e-5 * hidden.abs().amax())
 
 
 # --- adaptive softmax: a large vocabulary in little time and memory -------------------------------
@@ -262,18 +266,20 @@ class AdaptiveSoftmax(nn.Module):
 
 MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 GiB in float32
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
-MIN_ROWS = 64                             # rows per chunk; every chunk adds a gradient of W
-NO_WORD = 2 ** 31                         # an id of no word: every target counts
+MIN_ROWS = 64                             # at least this many rows per chunk: each chunk computes a
+                                          # gradient of all of W
+IGNORED = 2 ** 31                         # the target without a loss; no word has this id
 
 
 def linear_nll(h, W, b, t):
     """Compute the cross-entropy of the logits h W^T + b and targets t.
 
     h (..., C), W (V, C), b (V,), t (...) -> (...), in float32 or better.
-    A target that is no word is an error; PyTorch's default would give -100 the loss 0.
+    A target that is no word is an error. (By default, PyTorch ignores the target -100: its loss is
+    0.)
     """
     logits = wide(F.linear(h, W, b)).flatten(0, -2)                             # (N, V)
-    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=NO_WORD)
+    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=IGNORED)
     return nats.view(t.shape)
 
 

@@ -30,13 +30,23 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from attention import SelfAttention, check_choice, layer_attention
-from common import InputError, bar, load, wide
-from data.masks import IGNORE, resize, resized
+from common import InputError, bar, check_task, wide
+from data.masks import IGNORE, resize, scaled_size
 from fan import FAN, FAN_SIZES, FANConfig
-from vit import (SIZES, Block, Mlp, ViT, ViTConfig, classifier_from_checkpoint,
-                 load_timm, resize_pos_embed)
+from vit import SIZES, Block, Mlp, ViT, ViTConfig, resize_pos_embed
 
 ENCODER_SIZES = SIZES | FAN_SIZES
+
+
+DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
+
+
+def default_decoder(attn):
+    """Return the decoder's attention for an encoder's attn, a name in DECODER_ATTENTIONS."""
+    if attn == "rpc":
+        return "rpc"
+    outside = layer_attention(attn, i=0, rpc_layers=())     # in layers without RPC-Attention
+    return outside if outside in DECODER_ATTENTIONS else "softmax"
 
 
 @dataclass
@@ -48,9 +58,8 @@ class SegmenterConfig(ViTConfig):
     eps: float = 1e-5
     mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # of ImageNet, as in mmsegmentation
     std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
-    decoder_attn: str = ""            # "softmax"; "symmetric"; "rpc": RPC in block 0, symmetric
-                                      # later; "": "rpc" if attn is "rpc", otherwise as in the
-                                      # encoder's layers without RPC
+    decoder_attn: str = ""            # "softmax", "symmetric", or "rpc": RPC in block 0, symmetric
+                                      # in later blocks; "": chosen by attn, see default_decoder
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
@@ -58,26 +67,23 @@ class SegmenterConfig(ViTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        known = ("softmax", "symmetric", "rpc")
-        if not self.decoder_attn:
-            plain = layer_attention(self.attn, 0, ())     # in layers without RPC-Attention
-            encoder_attn = self.attn if self.attn == "rpc" else plain
-            self.decoder_attn = encoder_attn if encoder_attn in known else "softmax"
+        self.decoder_attn = self.decoder_attn or default_decoder(self.attn)
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        check_choice("decoder_attn", self.decoder_attn, known)
+        check_choice("decoder_attn", self.decoder_attn, DECODER_ATTENTIONS)
         check_choice("architecture", self.architecture, ENCODERS)
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")
 
     @property
-    def encoder(self):                # the config of the encoder, which has no head
+    def encoder(self):
+        """The config of the encoder, a ViTConfig or FANConfig without a head."""
         settings = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
         settings["num_classes"] = 0
         Config = FANConfig if self.architecture == "fan" else ViTConfig
         return Config(**settings)
 
 
-# --- encoders: classifiers that return their patch tokens ----------------------------------------
+# --- encoders: classifiers that return their patch tokens -----------------------------------------
 
 class ViTEncoder(ViT):
     """A ViT without a head."""
@@ -91,11 +97,7 @@ class ViTEncoder(ViT):
         pos_embed = self.pos_embed
         if grid != (side, side):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
-        x = self.patch_embed(x)                                     # as in ViT.forward
-        cls = self.cls_token[0].expand(x.shape[0], -1, -1)
-        x = torch.cat([cls, x], 1) + pos_embed
-        for block in self.blocks:
-            x = block(x)
+        x = self.run_blocks(x, pos_embed)
         return self.norm(x)[:, 1:]                                  # without the class token
 
 
@@ -114,16 +116,14 @@ class FANEncoder(FAN):
             raise ValueError(f"images of {x.shape[3]} x {x.shape[2]} pixels: a FAN needs "
                              f"square images; use predict_classes, whose windows are square")
         side = x.shape[2] // self.config.patch_size
-        x = self.patch_embed(x) + self.pos_embed(side)              # as in FAN.forward
-        for block in self.blocks:
-            x = block(x)
+        x = self.run_blocks(x, self.pos_embed(side))
         return self.norm(x)
 
 
 ENCODERS = {"vit": ViTEncoder, "fan": FANEncoder}
 
 
-# --- the model -----------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 class MaskDecoder(nn.Module):
     """Mask transformer: patch tokens (B, n, C) to one score per class, (B, n, K).
@@ -205,14 +205,15 @@ class Segmenter(nn.Module):
 
 # --- inference: sliding windows -------------------------------------------------------------------
 
-def view(image, size, window):
+def evaluation_view(image, size, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The long side is at most 4 * size, the short side at most size, but at least as long as the
-    window.
+    The long side is at most 4 * size, and the short side at most size. If the short side is then
+    shorter than the window, it becomes as long as the window.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
-    x = resize(x, resized(*x.shape[1:], 4 * size, size))
+    h, w = x.shape[1:]
+    x = resize(x, scaled_size(h, w, long=4 * size, short=size))
     h, w = x.shape[1:]
     if min(h, w) >= window:
         return x
@@ -239,7 +240,7 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
         raise InputError(f"window {window}, stride {stride}: expected a window that is a "
                          f"multiple of the patch size {P}, and 1 <= stride <= window")
     device = next(model.parameters()).device
-    x = view(image.to(device), size, window)
+    x = evaluation_view(image.to(device), size, window)
     h, w = x.shape[1:]
     corners = product(window_starts(h, window, stride), window_starts(w, window, stride))
     places = [(slice(top, top + window), slice(left, left + window))
@@ -254,10 +255,16 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
     return resize(logits / count, image.shape[1:]).argmax(0)
 
 
-# --- scores on a data set: pixel accuracy, mean accuracy, mean IoU -------------------------------
+# --- scores on a data set -------------------------------------------------------------------------
+
+SCORES = ("pixel_accuracy", "mean_accuracy", "mean_iou")
+
 
 def confusion(prediction, truth, num_classes):
-    """Count pixels per true class (row) and predicted class (column), without 255: (K, K) int64."""
+    """Count pixels per true class (row) and predicted class (column): (K, K) int64.
+
+    Pixels whose true class is 255 do not count.
+    """
     labelled = truth != IGNORE
     t = truth[labelled].long()
     p = prediction[labelled].long()
@@ -268,9 +275,10 @@ def confusion(prediction, truth, num_classes):
 def scores(confusion):
     """Compute the scores of a data set, in per cent, from its confusion matrix (K, K).
 
-    Returns a dict for a JSON file, rounded to 4 decimals, with
-        pixel_accuracy, mean_accuracy, mean_iou: one number each; the means leave absent classes out
-        accuracy, iou: one number per class, None for an absent class
+    Returns a dict of numbers, rounded to 4 decimals:
+        pixel_accuracy, mean_accuracy, mean_iou: means over the pixels, or over the classes that
+            occur
+        accuracy, iou: a list with one number per class, None for an absent class
     """
     def plain(numbers):
         return [None if math.isnan(x) else round(x, 4) for x in numbers.tolist()]
@@ -283,8 +291,8 @@ def scores(confusion):
     iou = 100 * right / (truth + predicted - right)
     pixel_accuracy = 100 * right.sum() / m.sum()
     means = torch.stack([pixel_accuracy, accuracy.nanmean(), iou.nanmean()])
-    names = ("pixel_accuracy", "mean_accuracy", "mean_iou")
-    return dict(zip(names, plain(means)), accuracy=plain(accuracy), iou=plain(iou))
+    total = dict(zip(SCORES, plain(means)))
+    return total | dict(accuracy=plain(accuracy), iou=plain(iou))
 
 
 @torch.no_grad()
@@ -325,28 +333,14 @@ def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0
     return scores(matrix)
 
 
-# --- weights from files --------------------------------------------------------------------------
+# --- weights from files ---------------------------------------------------------------------------
 
 def segmenter_from_checkpoint(checkpoint):
     """Rebuild the Segmenter from a checkpoint of train_seg.py, in eval mode."""
-    if checkpoint.get("task") != "segmentation":
-        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one of "
-                         f"train_seg.py, for segmentation")
+    check_task(checkpoint, "segmentation", "train_seg.py")
     model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
-
-
-def load_classifier(path):
-    """Load a network that can start an encoder. Returns (network, seen).
-
-    path: a checkpoint of train_cls.py, or a ViT in a file with timm's names. seen: the `marks` of
-    the photos that its training used, as far as the file stores them.
-    """
-    checkpoint = load(path)
-    if "task" in checkpoint:
-        return classifier_from_checkpoint(checkpoint), checkpoint.get("seen", [])
-    return load_timm(checkpoint), []
 
 
 def encoder_size(config):
@@ -362,8 +356,8 @@ def load_encoder(model, classifier, path):
     """Copy the weights of a classifier, except its head, into a Segmenter's encoder.
 
     path: the classifier's file, for the message. InputError if the two networks differ in a
-    setting, because the weights could fit without an error. (Files with timm's names do not store
-    the number of heads.)
+    setting: weights of the same shapes would load, but compute something else. (The number of heads
+    is not compared, because files with timm's names do not store it.)
     """
     names = ("embed_dim", "depth", "patch_size", "attn", "rpc_layers", "pap")
     theirs = {name: getattr(classifier.config, name) for name in names}
@@ -380,6 +374,7 @@ def load_encoder(model, classifier, path):
     state = {name: weight for name, weight in classifier.state_dict().items()
              if name.split(".")[0] not in left_out}
     side = model.config.image_size // model.config.patch_size
-    if "pos_embed" in state and state["pos_embed"].shape[1] != 1 + side * side:     # ViT only
+    # The position embeddings of a ViT are interpolated to another image size.
+    if "pos_embed" in state and state["pos_embed"].shape[1] != 1 + side * side:
         state["pos_embed"] = resize_pos_embed(state["pos_embed"], (side, side), "bilinear")
     model.encoder.load_state_dict(state)

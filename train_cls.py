@@ -19,9 +19,8 @@ A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several
 
 import math
 import time
-from argparse import ArgumentTypeError, BooleanOptionalAction
+from argparse import BooleanOptionalAction
 from dataclasses import asdict
-from fractions import Fraction
 from itertools import islice
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -32,14 +31,23 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
-from common import InputError, bar, natural, not_negative, positive, share
+from common import (InputError, bar, fraction, nonnegative_float, nonnegative_int,
+                    positive_int, rate, share)
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import ADVERSARIAL, DROPOUT, batch_pairs, seed_from
 from fan import FAN_SIZES
 from robust.attacks import pgd
-from vit import SIZES, architecture, load_timm, resize_pos_embed
+from vit import SIZES, load_classifier, model_classes, resize_pos_embed
+
+# Flags that would do nothing, for each data set. Your own data set may use all flags.
+WITHOUT_EFFECT = {
+    "shapes": {"data_dir", "download"},
+    "cifar10": {"num_images"},
+    "imagenet": {"num_images", "download", "holdout"},
+    "folder": {"num_images", "download", "holdout"},
+}
 
 
 def get_args():
@@ -55,87 +63,75 @@ def get_args():
          "val/<class>/*.jpg; docs/data.md shows all layouts")
     flag("--download", action=boolean, default=False,
          help="download CIFAR-10 into --data_dir")
-    flag("--num_images", type=positive, default=16000,
+    flag("--num_images", type=positive_int, default=16000,
          help="rendered training images (default: 16000)")
-    flag("--holdout", type=natural, default=0, help="hold out this many training "
+    flag("--holdout", type=nonnegative_int, default=0, help="hold out this many training "
          "images, and evaluate on them instead of the test images; of your own images, "
          "a tenth is always held out")
-    flag("--num_workers", type=natural, default=common.default_workers(),
+    flag("--num_workers", type=nonnegative_int, default=common.default_workers(),
          help="processes per GPU that decode ImageNet (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=SIZES | FAN_SIZES, help="size of a ViT, or of a FAN (fully "
          "attentional network)")
-    flag("--image_size", type=positive, help="side of an image in pixels")
-    flag("--patch_size", type=positive, help="side of a patch in pixels")
+    flag("--image_size", type=positive_int, help="side of an image in pixels")
+    flag("--patch_size", type=positive_int, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
-    flag("--attn", choices=ATTENTIONS | LAYER_PATTERNS, default="rpc", help="rpc is "
-         "RPC-Attention in --rpc_layers, symmetric elsewhere; rpca has robust PCA "
-         "in the place of PAP (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
-         "0-3 or all; layer 0 is the first (default: 0)")
-    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
-         "RPC-Attention, or of robust PCA; the paper: 4 to 6 with --rpc_layers 0, and "
-         "2 with all (default: 4)")
-    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
-         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4); for rpca a "
-         "factor of robust PCA's 1 / sqrt(tokens) (default: 1)")
-    flag("--form", choices=FORMS, help="PAP as in the released code, as in the "
-         "printed paper, or as in the paper with ADMM's sign (default: released)")
+    common.attention_flags(flag, ATTENTIONS | LAYER_PATTERNS, FORMS)
     flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
          "are skipped in the last block; smaller in earlier blocks; in a FAN equal in "
          "all (default: 0)")
     flag("--init", choices=["default", "trunc_normal"], help="initial weights of "
-         "Linear layers, as in PyTorch or as in DeiT (default: as in PyTorch; for a "
-         "FAN as in DeiT)")
+         "Linear layers: as in PyTorch (default), or as in DeiT (trunc_normal); without "
+         "this flag as in PyTorch, but in a FAN as in DeiT")
     flag("--init_from", help="initialise from this checkpoint, which has the same "
          "--model and --patch_size; with another number of classes, the head is new")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=positive, help="length of the training and of its schedule "
+    flag("--epochs", type=positive_int, help="length of the training and of its schedule "
          "(default for your own images: 1.8 sqrt(images), at least 8)")
-    flag("--batch_size", type=positive, help="images per step of all processes")
-    flag("--lr", type=not_negative,
+    flag("--batch_size", type=positive_int, help="images per step of all processes")
+    flag("--lr", type=nonnegative_float,
          help="highest learning rate; DeiT: 5e-4 per 512 images")
-    flag("--warmup_epochs", type=not_negative, default=1,
+    flag("--warmup_epochs", type=nonnegative_float, default=1,
          help="epochs of warm-up, at most --epochs (default: 1)")
-    flag("--weight_decay", type=not_negative, default=0.05,
-         help="of matrices (default: 0.05)")
-    flag("--clip", type=not_negative, default=1.0,
-         help="largest gradient norm; 0: any (default: 1)")
+    flag("--weight_decay", type=nonnegative_float, default=0.05,
+         help="AdamW's weight decay of matrices (default: 0.05)")
+    flag("--clip", type=nonnegative_float, default=1.0,
+         help="scale larger gradients down to this norm; 0: never (default: 1)")
     flag("--adv_eps", type=fraction, default=0.0, help="train on adversarial images, "
          "whose pixels change by up to this, for example 2/255")
-    flag("--adv_steps", type=positive, default=3,
+    flag("--adv_steps", type=positive_int, default=3,
          help="PGD steps per adversarial image (default: 3)")
 
     flag = p.add_argument_group("augmentation").add_argument
-    flag("--pad", type=natural, default=0,
+    flag("--pad", type=nonnegative_int, default=0,
          help="shift images by up to this many pixels")
     flag("--flip", action=boolean, default=False,
          help="mirror half of the images left to right; not for digits, letters or signs")
-    flag("--num_ops", type=natural, default=0,
+    flag("--num_ops", type=nonnegative_int, default=0,
          help="apply this many RandAugment operations")
     flag("--erase", type=share, default=0.0,
          help="erase a rectangle with this probability")
-    flag("--mixup", type=not_negative, default=0.0, help="alpha of Mixup")
-    flag("--cutmix", type=not_negative, default=0.0, help="alpha of CutMix")
+    flag("--mixup", type=nonnegative_float, default=0.0, help="alpha of Mixup")
+    flag("--cutmix", type=nonnegative_float, default=0.0, help="alpha of CutMix")
     flag("--smoothing", type=share, default=0.1,
          help="share of each label that is spread over all classes (default: 0.1)")
-    flag("--repeats", type=positive, default=1, help="draw 1/REPEATS of the images per "
+    flag("--repeats", type=positive_int, default=1, help="draw 1/REPEATS of the images per "
          "epoch, and use each drawn image REPEATS times; the number of steps stays the "
          "same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=natural, default=0,
+    flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, order and augmentation (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean,
          help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean,
          help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=positive, default=1,
+    flag("--eval_every", type=positive_int, default=1,
          help="epochs between evaluations (default: 1)")
-    flag("--max_steps", type=natural, help="stop at this step of the run; the schedule "
+    flag("--max_steps", type=positive_int, help="stop at this step of the run; the schedule "
          "stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
@@ -149,25 +145,9 @@ def get_args():
     if args.resume:
         args.out_dir = args.resume
     else:
-        args.out_dir = common.new_run(args.out_dir or f"out/{args.data}_{args.attn}")
+        args.out_dir = args.out_dir or f"out/{args.data}_{args.attn}"
+        common.check_new_run(args.out_dir)
     return args, checkpoint
-
-
-def rate(text):
-    """Return a flag's number, at least 0 and below 1."""
-    value = share(text)
-    if value == 1:
-        raise ArgumentTypeError(f"{text}: expected a number below 1")
-    return value
-
-
-def fraction(text):
-    """Return a flag's number from 0 to 1; it may be a fraction: 2/255."""
-    try:
-        value = float(Fraction(text))
-    except ZeroDivisionError:
-        value = math.inf
-    return share(str(value))
 
 
 def reject_useless_flags(args, typed):
@@ -176,30 +156,19 @@ def reject_useless_flags(args, typed):
     typed: the names of the flags on the command line.
     """
     reject = common.reject_flags
-    data = f"with --data {args.data}"
     if args.resume:
         reject(typed & {"out_dir", "init_from"}, "with --resume")
-    if args.data == "shapes":
-        reject(typed & {"data_dir"}, data)
-    if args.data in ("cifar10", "imagenet", "folder"):
-        reject(typed & {"num_images"}, data)
-    if args.data in ("shapes", "imagenet", "folder") and args.download:
-        reject({"download"}, data)
-    if args.data in ("imagenet", "folder") and args.holdout:
-        reject({"holdout"}, data)
+    useless = WITHOUT_EFFECT.get(args.data, set())
+    reject(typed & useless, f"with --data {args.data}")
     if not args.adv_eps:
         reject(typed & {"adv_steps"}, "without --adv_eps")
     if args.attn not in LAYER_PATTERNS:
         reject(typed & {"rpc_layers"}, f"with --attn {args.attn}")
+    # Your own attention is not in this list, because it may read the three flags.
     if args.attn in ("softmax", "symmetric", "scaled_s", "scaled_alpha"):
         reject(typed & {"n_iter", "lambd", "form"}, f"with --attn {args.attn}")
     if args.attn == "rpca":
         reject(typed & {"form"}, "with --attn rpca")
-
-
-# Flags that may differ between the machines of one run.
-PER_MACHINE = dict.fromkeys(
-    ("data_dir", "num_workers", "device", "init_from", "out_dir", "resume"))
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -244,14 +213,15 @@ def train_batches(source, args, start, stop, device, rank, world):
                         rank, world, args.repeats)
     loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
-        images, labels, positions = map(torch.cat, zip(*chunk))
+        images, labels, positions = [torch.cat(parts) for parts in zip(*chunk)]
         images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops,
                                args.flip)
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         batches = zip(images.split(b), targets.split(b), positions.split(b))
         for x, y, position in batches:
-            if args.mixup or args.cutmix:               # (seed, step) sets the weights
+            # The seed and the step determine how mix weights the images of a batch.
+            if args.mixup or args.cutmix:
                 step = position[0].item() // args.batch_size
                 x, y = mix(x, y, args.seed, step, args.mixup, args.cutmix)
             yield x, y, position
@@ -261,8 +231,9 @@ def check_mixing(n, args, rank, world):
     """Raise InputError if a batch of n training images would mix an image with itself.
 
     An image is mixed with its neighbour, which must not be one of its --repeats copies. A batch can
-    begin between two copies. After `repeats` batches the copies realign: a batch again begins with
-    the first copy of an image, as batch 0 does. So the first `repeats` batches show all cases.
+    begin between two copies of an image. Batch 0 begins with a first copy, and so does batch
+    number `repeats`: from there on, the positions of the copies repeat. So it is enough to check
+    the first `repeats` batches.
     """
     pairs = batch_pairs(n, args.batch_size, 0, args.repeats, args.seed, rank, world,
                         args.repeats)
@@ -279,14 +250,16 @@ def evaluate(model, source, args, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     model.eval()
     n = len(source.labels)
-    mine = torch.arange(rank, n, world)                 # the images of this process
-    pairs = [(part, part) for part in mine.split(256) if len(part)]     # a process may have none
+    # The images of this process, which are none if there are more processes than images. An
+    # evaluation needs no position, so the index stands for it.
+    mine = torch.arange(rank, n, world)
+    pairs = [(index, index) for index in mine.split(256) if len(index)]
     batches = load_batches(source, pairs, args, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
     for images, labels, _ in bar(batches, "evaluating", total=len(pairs), leave=False):
         logits = model(images.float() / 255).float()    # the model takes pixels in [0, 1]
-        likeliest = logits.topk(min(5, logits.shape[1])).indices
-        correct = likeliest == labels[:, None]          # (b, 5)
+        top = logits.topk(min(5, logits.shape[1])).indices          # (b, 5)
+        correct = top == labels[:, None]                # at most one True per row
         loss = F.cross_entropy(logits, labels, reduction="sum")
         total += torch.stack([correct[:, 0].sum(), correct.sum(), loss])
     model.train()
@@ -314,16 +287,14 @@ def load_weights(model, checkpoint, path):
     """Load the weights of a classifier into the model, to train them further.
 
     checkpoint: of train_cls.py, or with timm's names (DeiT, timm, the released code). path: its
-    file, for messages.
+    file, for the message.
     """
     c = model.config
     own = model.state_dict()
-    if "task" in checkpoint:
-        weights = checkpoint["model"]
-    else:
-        weights = load_timm(checkpoint).state_dict()
-    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:    # ViT only
-        side = c.image_size // c.patch_size             # interpolate to another image size
+    weights = load_classifier(checkpoint).state_dict()
+    # The position embeddings of a ViT are interpolated to another image size.
+    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:
+        side = c.image_size // c.patch_size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side),
                                                 "bicubic")
     if len(weights["head.weight"]) != c.num_classes:
@@ -333,53 +304,37 @@ def load_weights(model, checkpoint, path):
     model.load_state_dict(weights)
 
 
-def trained_images(initial, args):
+def trained_images(init_checkpoint, args):
     """Return the hashes of your own images on which the weights of --init_from were trained.
 
-    initial: the checkpoint of --init_from. InputError if its weights were trained on images that
-    --holdout holds out.
+    init_checkpoint: the checkpoint of --init_from. InputError if its weights were trained on images
+    that --holdout holds out.
     """
-    if "task" not in initial:                           # of DeiT, timm or the released code
+    if "task" not in init_checkpoint:                   # of DeiT, timm or the released code
         return []
-    before = initial["args"]
-    if args.holdout and before.get("data") == args.data:
+    init_args = init_checkpoint["args"]
+    if args.holdout and init_args.get("data") == args.data:
         for name in ("holdout", "num_images"):
-            value = before.get(name)
+            value = init_args.get(name)
             if value != getattr(args, name):
-                raise InputError(f"--init_from {args.init_from} was trained with --{name} "
-                                 f"{value}, so on other parts; choose the same value")
-    return initial.get("trained", initial.get("seen", []))
-
-
-def weight_decay_groups(model, weight_decay):
-    """Return the optimiser's groups of trained parameters. Weight decay applies to matrices.
-
-    Matrices are the weights of layers, mlp.temperature of a FAN and learned.s of scaled_s.
-    """
-    matrices = ("weight", "mlp.temperature", "learned.s")
-    decay = []
-    no_decay = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if p.ndim > 1 and name.endswith(matrices):
-            decay.append(p)
-        else:
-            no_decay.append(p)
-    return [dict(params=decay, weight_decay=weight_decay),
-            dict(params=no_decay, weight_decay=0)]
+                raise InputError(f"--{name} {getattr(args, name)}: --init_from "
+                                 f"{args.init_from} was trained with --{name} {value}, "
+                                 f"so it may know held-out images; choose the same value")
+    seen = init_checkpoint.get("seen", [])
+    return init_checkpoint.get("trained", seen)
 
 
 def adversarial(model, compiled, images, targets, position, args):
     """Change images to raise the loss: PGD in training (Madry et al. 2018).
 
-    Attack `compiled`, which is `model`, perhaps compiled, and not DDP's `net`, because DDP needs a
-    backward pass of the weights after each forward pass. No gradient of a weight is needed here, so
-    the weights are frozen; otherwise the compiled backward pass would compute all their gradients.
-    The model is in eval mode, without drop path. The random numbers follow from seed, position and
-    purpose.
+    compiled: the model, perhaps compiled, which is attacked. The attack does not use DDP's `net`,
+    because after each forward pass DDP waits for gradients of the weights.
+    position: the numbers of the samples; with the seed, they determine the random numbers.
+
+    The attack needs gradients of the images only. So the weights are frozen; otherwise the compiled
+    backward pass would compute their gradients, too. The model is in eval mode, without drop path.
     """
-    def logits(x):                                      # pgd would reject compiled.training
+    def logits(x):                      # pgd would reject `compiled`, because it is in train mode
         return compiled(x)
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -406,14 +361,14 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
-    # images. Only held-out images choose best.pt. They are none of the images on which the weights
-    # of --init_from were trained.
-    initial = {}
-    inherited = checkpoint.get("inherited", [])
+    # images. Only held-out images choose best.pt. Images on which the weights of --init_from were
+    # trained are left out of `val`; their hashes are `init_trained`.
+    init_checkpoint = {}
+    init_trained = checkpoint.get("inherited", [])
     if args.init_from and not args.resume:
-        initial = common.load(args.init_from)
-        inherited = trained_images(initial, args)
-    train, val = load_data(args, device, seen=inherited)
+        init_checkpoint = common.load(args.init_from)
+        init_trained = trained_images(init_checkpoint, args)
+    train, val = load_data(args, device, seen=init_trained)
     keep_best = args.data == "folder" or args.holdout > 0
     n = len(train.labels)
     common.check_batch_size(args.batch_size, world, n)
@@ -429,24 +384,24 @@ def main():
     warmup = args.warmup_epochs * epoch_steps
 
     # Model. The flags describe the model, also with --resume.
-    family = "fan" if args.model in FAN_SIZES else "vit"
-    Model, Config = architecture(family)
-    size = FAN_SIZES[args.model] if family == "fan" else SIZES[args.model]
-    usual = "trunc_normal" if family == "fan" else "default"        # as in NVlabs/FAN
+    architecture = "fan" if args.model in FAN_SIZES else "vit"
+    Model, Config = model_classes(architecture)
+    size = FAN_SIZES.get(args.model) or SIZES[args.model]
+    linear_init = "trunc_normal" if architecture == "fan" else "default"    # as in NVlabs/FAN
     config = Config(
         **size, image_size=args.image_size, patch_size=args.patch_size,
         num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
         rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
         pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form),
-        init=args.init or usual)
+        init=args.init or linear_init)
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
-    if initial:
-        load_weights(model, initial, args.init_from)
+    if init_checkpoint:
+        load_weights(model, init_checkpoint, args.init_from)
     # To freeze parameters, add a line here: model.patch_embed.requires_grad_(False)
 
     # Optimiser.
-    groups = weight_decay_groups(model, args.weight_decay)
+    groups = common.weight_decay_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
@@ -454,46 +409,40 @@ def main():
     fingerprints = [fingerprint(train), fingerprint(val)]
     data = dict(classes=list(train.classes), fingerprint=fingerprints)
     if checkpoint:
-        current = data | asdict(config) | dict(batch_size=args.batch_size)
-        common.resume(checkpoint, current, model, optimizer)
+        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
-
     # Each process draws its part of a batch from its own list of images, and decides itself when to
     # evaluate. So data, flags and the first step must be equal.
-    common.same_everywhere(fingerprints, "data")
-    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
+    common.same_run(args, data, first)
 
-    # Hashes of your own images. An evaluation leaves out all that chose weights: images of the
-    # training and of the validation, here and in --init_from.
-    trained = sorted({*train.hashes}.union(inherited))
-    before = (checkpoint or initial).get("seen", [])
-    seen = sorted({*val.hashes}.union(trained, before))
+    # Hashes of your own images. An evaluation leaves out all images that chose weights: images of
+    # the training and of the validation, here and in --init_from.
+    trained_hashes = sorted({*train.hashes}.union(init_trained))
+    earlier = checkpoint or init_checkpoint
+    seen_hashes = sorted({*val.hashes}.union(trained_hashes, earlier.get("seen", [])))
 
-    # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
-    # `model`, which has the same weights, is evaluated and saved.
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
+    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
     compiled = model
     if common.use_compile(args.compile, device):
-        # rpca computes eigenvalues, for which the CPU waits; CUDA graphs forbid this.
+        # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
         mode = "default" if args.attn == "rpca" else "reduce-overhead"
         compiled = torch.compile(model, mode=mode)
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
-        # A BatchNorm, which a FAN has, uses the images of its process. So no buffer is needed from
-        # rank 0 in each step; share_buffers sends them before an evaluation.
+        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use them (the
+        # means of a FAN's BatchNorm), and share_buffers copies them before an evaluation.
         net.broadcast_buffers = False
 
-    if args.max_steps == 0:
-        return common.print0("--max_steps 0: no step was trained")
     log = common.start_log(args, first, model, device, training_images=n)
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = total
-    if args.max_steps is not None:
-        stop = min(total, args.max_steps)
-    stop = max(first, stop)
+    stop = min(total, args.max_steps or total)
+    stop = max(first, stop)                     # of a finished run, no step is left
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -536,8 +485,8 @@ def main():
             common.log_steps(log, done, pending, clock, args.batch_size, "images",
                              epoch=epoch, lr=lr)
 
-        # Evaluate. On a few images of this batch, also measure mean |k| and the share of nonzero
-        # entries of S in each layer, which show whether RPC acts.
+        # Evaluate. Then measure mean |k| and the share of nonzero entries of S in each layer, on a
+        # few images of this batch. These numbers show whether RPC acts.
         metrics = {}
         if saving:
             common.share_buffers(model)
@@ -556,11 +505,11 @@ def main():
                 better = metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)
-            state = dict(task="classification", architecture=family, args=vars(args),
-                         step=done, metrics=metrics, best=best,
+            state = dict(task="classification", architecture=architecture,
+                         args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **data, seen=seen,
-                         trained=trained, inherited=inherited)
+                         model_config=asdict(config), **data, seen=seen_hashes,
+                         trained=trained_hashes, inherited=init_trained)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
@@ -568,7 +517,7 @@ def main():
             clock = time.perf_counter()
             pending = []
 
-    if metrics:                             # of the last step or the checkpoint
+    if metrics:                                 # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
         kind = "validation" if keep_best else "test"
         common.print0(f"{args.data} {args.attn}: {kind} accuracy "

@@ -13,7 +13,8 @@
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
 `IDSIA/lmtool-fwp`. Differences from that code:
 - Batches are windows from random places of the text, not consecutive text in a fixed order.
-- The warm-up begins at the first update. In that code, this update has the highest rate.
+- The warm-up includes the first update. In that code, the first update has the highest rate of
+  all, because the warm-up begins after it.
 - Unknown words become <unk> instead of an error.
 - GPUs use bf16 (float32 with --no-amp).
 
@@ -37,12 +38,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
-from common import InputError, bar, natural, not_negative, positive, share
+from common import (InputError, bar, nonnegative_float, nonnegative_int, positive_int,
+                    share)
+from data.images import send
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
                        load_corpus, perplexity, random_windows, seen_lines,
                        sliding_nll, spaced, text_folder)
-from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint, reads_the_future
+from lm import LM, LM_SIZES, LMConfig, depends_on_later_words, lm_from_checkpoint
 from results import add_result
 from robust.words import WORD, word_swap
 
@@ -68,9 +71,6 @@ ONLY_IN_EVALUATION = {"window", "stride", "limit"}
 IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "seed", "device", "out_dir"}
 IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
-# Flags that may differ between the machines of one run.
-PER_MACHINE = dict.fromkeys(("data_dir", "device", "out_dir", "resume"))
-
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
@@ -84,23 +84,13 @@ def get_args():
 
     flag = p.add_argument_group("model").add_argument
     flag("--model", choices=LM_SIZES, help="size of the transformer")
-    flag("--context", type=positive,
+    flag("--context", type=positive_int,
          help="tokens per window (default: set by --model)")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens; rpca, because robust PCA
     # reads later tokens.
     attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
-    flag("--attn", choices=sorted(attentions - {"scaled_s", "rpca"}), default="rpc",
-         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
-         "0-3 or all; layer 0 is the first (default: 0)")
-    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
-         "RPC-Attention; the paper: 4 to 6 with --rpc_layers 0, and 2 with all "
-         "(default: 4)")
-    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
-         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4; for rpca 1)")
-    flag("--form", choices=FORMS, help="PAP as in the released code, as in the printed "
-         "paper, or as in the paper with ADMM's sign (default: released)")
+    common.attention_flags(flag, attentions - {"scaled_s", "rpca"}, FORMS)
     flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute "
          "PAP's mu for token t from tokens 0 to t (seen), from token t alone (token), or "
          "from the whole window like the paper (all); with all, the model reads the "
@@ -111,42 +101,42 @@ def get_args():
     flag("--dropout", type=share, default=0.1, help="dropout rate (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=positive, help="length of the training and of its schedule")
-    flag("--batch_size", type=positive, help="windows per step of all processes")
-    flag("--lr", type=not_negative,
+    flag("--steps", type=positive_int, help="length of the training and of its schedule")
+    flag("--batch_size", type=positive_int, help="windows per step of all processes")
+    flag("--lr", type=nonnegative_float,
          help="Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=natural, help="steps of linear warm-up")
-    flag("--clip", type=not_negative, default=0.25,
-         help="largest gradient norm; 0: any (default: 0.25)")
+    flag("--warmup", type=nonnegative_int, help="steps of linear warm-up")
+    flag("--clip", type=nonnegative_float, default=0.25,
+         help="scale larger gradients down to this norm; 0: never (default: 0.25)")
 
     flag = p.add_argument_group("evaluation").add_argument
     flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the "
          "folder of a run, instead of training: perplexity of the clean text, and after "
          "the word swap")
-    flag("--window", type=positive, help="tokens per window in the evaluation, at most "
+    flag("--window", type=positive_int, help="tokens per window in the evaluation, at most "
          "the training's --context, which is the default")
-    flag("--stride", type=positive, help="tokens between windows (default: a quarter of "
+    flag("--stride", type=positive_int, help="tokens between windows (default: a quarter of "
          "--window; the paper uses 1, which takes longest)")
-    flag("--limit", type=positive,
+    flag("--limit", type=positive_int,
          help="evaluate on this many tokens (default: all)")
 
     flag = p.add_argument_group("sampling").add_argument
     flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of "
          "a run, and continue --prompt instead of training")
-    flag("--words", type=natural, default=40,
-         help="length of the sample; 0: none in training")
+    flag("--words", type=nonnegative_int, default=40,
+         help="words per sample; 0: write no samples in training (default: 40)")
     flag("--prompt", default="", help="begin the sample with this text")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=natural, default=0,
+    flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, windows and samples (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean,
          help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean,
          help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=positive, help="evaluate and save after this many steps")
-    flag("--max_steps", type=natural,
+    flag("--eval_every", type=positive_int, help="evaluate and save after this many steps")
+    flag("--max_steps", type=positive_int,
          help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
@@ -158,11 +148,13 @@ def get_args():
         return args, checkpoint
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
-        if typed.isdisjoint({"data", "data_dir"}):
-            args.data = None                    # evaluate_only takes the training's data
+        if "data" not in typed:
+            args.data = None                    # evaluation_data takes the training's data
         return args, checkpoint
 
     common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
+    if args.data == "pydoc":
+        common.reject_flags(typed & {"data_dir"}, "with --data pydoc")
     args.context = args.context or LM_SIZES[args.model]["context"]
     if checkpoint:
         common.reject_flags(typed & {"out_dir"}, "with --resume")
@@ -173,7 +165,8 @@ def get_args():
         if getattr(args, name) is None:
             setattr(args, name, value)
     name = "text" if args.data == "folder" else args.data
-    args.out_dir = common.new_run(args.out_dir or f"out/{name}_{args.attn}")
+    args.out_dir = args.out_dir or f"out/{name}_{args.attn}"
+    common.check_new_run(args.out_dir)
     return args, checkpoint
 
 
@@ -201,18 +194,16 @@ def train_batches(tokens, args, start, stop, device, rank, world):
     for step in range(start, stop):
         windows = random_windows(tokens, step, args.batch_size, args.context, args.seed,
                                  part=slice(rank * b, (rank + 1) * b))
-        if device.type == "cuda":
-            windows = windows.pin_memory()
-        yield windows.to(device, non_blocking=True)
+        yield send(windows, device)
 
 
 # --- evaluation and samples -----------------------------------------------------------------------
 
 def evaluate(model, corpus, args, rank, world):
-    """Return dict(perplexity) of the valid text: exp(mean loss per token).
+    """Return dict(perplexity): the segment-wise perplexity of the valid text.
 
-    Segment-wise: the text is cut into segments of --context tokens, and each token is predicted
-    from its segment alone. The processes share the segments.
+    The text is cut into segments of --context tokens. Each token is predicted from the earlier
+    tokens of its segment. The processes share the segments.
     """
     nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context,
                        rank=rank, world=world, progress="evaluating")
@@ -222,11 +213,14 @@ def evaluate(model, corpus, args, rank, world):
 def evaluate_only(args, rank, world, device):
     """Print the perplexities of a checkpoint, and append them to results.jsonl as rows.
 
-    segment: in windows that do not overlap. sliding: in overlapping windows.
-    attacked: sliding, after the word swap; the inserted words count, but no model can predict them.
-    attacked_unswapped: as attacked, but the inserted words do not count.
-    clean_unswapped: the same words in the clean text, so the difference is the attack's effect on
-        words that it did not replace.
+    The fields of a row:
+    segment: the clean text, in windows that do not overlap.
+    sliding: the clean text, in windows that overlap.
+    attacked: the text after the word swap, in windows that overlap. The loss of the inserted words
+        counts, though no model can predict them.
+    attacked_unswapped: like attacked, without the loss of the inserted words.
+    clean_unswapped: like sliding, without the loss of the words that the swap replaces. So the
+        difference from attacked_unswapped is the effect of the swap on the other words.
     unknown: per cent of the words that are not in the vocabulary.
     swapped: the number of replaced words. word: the word that replaces them.
     """
@@ -234,10 +228,7 @@ def evaluate_only(args, rank, world, device):
     model = lm_from_checkpoint(checkpoint).to(device)
     trained = checkpoint["args"]
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    data = args.data or trained["data"]
-    data_dir = args.data_dir
-    if not data_dir and data == trained["data"]:
-        data_dir = trained["data_dir"]
+    data, data_dir = common.evaluation_data(args, trained, made="pydoc")
     context = model.config.context
     window = args.window or context
     stride = args.stride or max(window // 4, 1)
@@ -247,42 +238,49 @@ def evaluate_only(args, rank, world, device):
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
     word = WORD if WORD in vocab else vocab.words[-1]
-    unknown = vocab.get(UNK, -1)
     table = []
     texts = lines_to_score(data, data_dir, checkpoint["seen"], was_spaced(checkpoint))
     for split, lines in texts.items():
         began = time.perf_counter()
         swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
-        clean = vocab.encode_lines(lines)[:args.limit]
-        other = vocab.encode_lines(swapped_lines)[:args.limit]
-        kept = ~torch.tensor(swapped[1:len(clean)])
+        tokens = vocab.encode_lines(lines)[:args.limit]
+        swapped_tokens = vocab.encode_lines(swapped_lines)[:args.limit]
+        swapped = torch.tensor(swapped[1:len(tokens)])          # the first token has no loss
 
-        def nats(tokens, stride, title):                # the loss of each token but the first
-            return sliding_nll(model, tokens, window, stride, rank=rank, world=world,
+        def nats(text, stride, title):                          # the loss of each token
+            return sliding_nll(model, text, window, stride, rank=rank, world=world,
                                progress=f"{split} {title}")
 
-        sliding = nats(clean, stride, "sliding")
-        attacked = nats(other, stride, "attacked")
-        segments = sliding if stride == window else nats(clean, window, "segment-wise")
-        unknown_share = float((clean == unknown).mean())
+        sliding = nats(tokens, stride, "sliding")
+        attacked = nats(swapped_tokens, stride, "attacked")
+        segments = sliding if stride == window else nats(tokens, window, "segment-wise")
+        unknown = 0.0
+        if UNK in vocab:
+            unknown = 100 * float((tokens == vocab[UNK]).mean())
         numbers = dict(segment=perplexity(segments), sliding=perplexity(sliding),
                        attacked=perplexity(attacked),
-                       attacked_unswapped=perplexity(attacked, kept),
-                       clean_unswapped=perplexity(sliding, kept),
-                       unknown=round(100 * unknown_share, 4))
+                       attacked_unswapped=perplexity(attacked, ~swapped),
+                       clean_unswapped=perplexity(sliding, ~swapped),
+                       unknown=round(unknown, 4))
+        # The field `images` of a row counts examples, here the tokens.
         add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                   name="perplexity", images=len(clean), **numbers, word=word,
+                   name="perplexity", images=len(tokens), **numbers, word=word,
                    settings=dict(split=split, window=window, stride=stride),
-                   swapped=int((~kept).sum()))
-        shown = [f"{value:.2f}" for value in numbers.values()]
-        table.append([split, len(clean), *shown])
+                   swapped=int(swapped.sum()))
+        cells = [f"{value:.2f}" for value in numbers.values()]
+        table.append([split, len(tokens), *cells])
     common.print0(common.table(table, ["text", "tokens", *numbers]))
 
 
 def was_spaced(checkpoint):
-    """Return whether the training's text was `spaced`, so that other texts are spaced, too."""
-    own_file = bool(checkpoint["seen"])                 # for checkpoints without the field
-    return checkpoint.get("spaced", own_file or checkpoint["args"]["data"] == "pydoc")
+    """Return whether the training's text was `spaced`, so that other texts are spaced, too.
+
+    Checkpoints of an earlier version do not have the field. Their text was spaced if it was a text
+    file, whose paragraphs `seen` names, or pydoc.
+    """
+    if "spaced" in checkpoint:
+        return checkpoint["spaced"]
+    return bool(checkpoint["seen"]) or checkpoint["args"]["data"] == "pydoc"
 
 
 def sample(model, vocab, args, device, as_spaced):
@@ -294,7 +292,8 @@ def sample(model, vocab, args, device, as_spaced):
     if as_spaced:
         lines = [spaced(line) for line in lines]
     generator = torch.Generator(device).manual_seed(args.seed)
-    prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")  # begins with <eos>
+    # The prompt begins with an <eos>, like each line of the training, and does not end with one.
+    prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")
     prompt = torch.from_numpy(prompt)[None].to(device)
     ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
     model.train()
@@ -355,10 +354,11 @@ def main():
                       cutoffs=parse_cutoffs(args.cutoffs, len(vocab)))
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
-    # The property is true for --mu_over all. The function runs the model to test its masks.
-    if not config.reads_the_future and reads_the_future(model):
-        raise InputError(f"--attn {args.attn}: the output for a word depends on later "
-                         f"words; mask later words in attention.py if causal is true")
+    # With --mu_over all, a model reads the future on purpose. Otherwise later words must be masked.
+    if not config.reads_the_future and depends_on_later_words(model):
+        raise InputError(f"--attn {args.attn}: the output for a word depends on later words, "
+                         f"expected a causal attention; mask them in attention.py if causal is "
+                         f"true")
     # To freeze parameters, add a line here: model.embed.requires_grad_(False)
 
     # Optimiser.
@@ -371,19 +371,17 @@ def main():
     data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
                 fingerprint=zlib.crc32(tokens))
     if checkpoint:
-        now = data | asdict(config) | dict(batch_size=args.batch_size)
-        common.resume(checkpoint, now, model, optimizer)
+        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
-    # All processes need equal data, flags and the same first step.
-    common.same_everywhere(data, "data")
-    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
+    common.same_run(args, data, first)
     seen = seen_lines(args.data_dir)                    # for evaluations: paragraphs to leave out
     as_spaced = is_spaced(args.data_dir)
 
-    # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
-    # `model`, which has the same weights, is evaluated and saved.
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
+    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
     compiled = model
     if common.use_compile(args.compile, device):
         if model.adaptive:                         # the adaptive softmax has data-dependent shapes
@@ -392,18 +390,14 @@ def main():
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
-        net.broadcast_buffers = False           # they are constant
+        net.broadcast_buffers = False           # the buffers are constant
 
-    if args.max_steps == 0:
-        return common.print0("--max_steps 0: no step was trained")
     log = common.start_log(args, first, model, device, vocab_size=len(vocab),
                            train_tokens=len(corpus.train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    stop = args.steps
-    if args.max_steps is not None:
-        stop = min(args.steps, args.max_steps)
-    stop = max(first, stop)
+    stop = min(args.steps, args.max_steps or args.steps)
+    stop = max(first, stop)                     # of a finished run, no step is left
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -440,8 +434,8 @@ def main():
             step_tokens = args.batch_size * args.context
             common.log_steps(log, done, pending, clock, step_tokens, "tokens", lr=lr)
 
-        # Evaluate, and write a sample. On a few windows, also measure mean |k| and the share of
-        # nonzero entries of S in each layer, which show whether RPC acts.
+        # Evaluate, and write a sample. Then measure mean |k| and the share of nonzero entries of S
+        # in each layer, on a few windows of this batch. These numbers show whether RPC acts.
         if evaluating:
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)

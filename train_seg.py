@@ -14,7 +14,8 @@ Paper: Teo & Nguyen 2024, section 4.1, App. A.3 and E.5 (Table 6). Recipe: `rstr
 which the paper's fork `rachtsy/segm` keeps: SGD with Nesterov momentum, a polynomial schedule, 64
 epochs of ADE20K. Differences from that code:
 - GPUs use bf16 (float32 with --no-amp).
-- torchvision distorts the colours; brightness is multiplied by 0.87 to 1.13, not shifted by 32.
+- torchvision distorts the colours. It multiplies the brightness by a factor from 0.87 to 1.13;
+  mmsegmentation adds a number from -32 to 32.
 - A loss that is not finite stops the run.
 - The result is the network after the last epoch. For your own images, a tenth of the images
   chooses the best network, best.pt.
@@ -37,7 +38,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
-from common import InputError, bar, natural, not_negative, positive, share
+from common import (InputError, bar, nonnegative_float, nonnegative_int, positive_int,
+                    rate, share)
 from data.images import fingerprint, image_batches, send
 from data.masks import (IGNORE, MaskRules, TrainingViews, finish_views,
                         load_segmentation)
@@ -45,17 +47,18 @@ from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
 from fan import FAN_SIZES
 from results import add_result
 from robust.corruptions import NAMES, corrupt
-from segmenter import (ENCODER_SIZES, Segmenter, SegmenterConfig, encoder_size,
-                       evaluate, load_classifier, load_encoder,
-                       segmenter_from_checkpoint)
+from segmenter import (ENCODER_SIZES, SCORES, Segmenter, SegmenterConfig, encoder_size,
+                       evaluate, load_encoder, segmenter_from_checkpoint)
+from vit import load_classifier
 
-# The recipe that --data selects; flags on the command line override it.
+# The recipe that --data selects; flags on the command line override it. The optimizer is no flag:
+# the recipe alone selects it.
 RECIPES = {
     # starts from weights/shapes_rpc.pt; 5 minutes on 2 CPU cores: mean IoU 75 % (3 seeds)
     "shapes": dict(size=32, num_classes=11, epochs=5, batch_size=32, optimizer="adamw",
                    dropout=0.0, num_workers=0, patch_size=4),
-    # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6);
-    # measured with the colours of mmsegmentation
+    # 250 images; 25 minutes on a CPU core: mean IoU 30.5 % (symmetric), 27.9 % (rpc, n_iter 6).
+    # These runs changed the brightness as mmsegmentation does.
     "camvid": dict(size=160, num_classes=11, epochs=200, batch_size=8,
                    optimizer="adamw", eval_every=20),
     # the paper's run, which we did not repeat; the paper reports mean IoU 34.69 % (rpc) and 34.00 %
@@ -71,10 +74,6 @@ ONLY_IN_EVALUATION = {"severities", "limit", "frost_dir"}
 IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "num_workers", "window", "stride", "seed",
     "device", "out_dir"}
-# Flags that may differ between the machines of one run.
-PER_MACHINE = dict.fromkeys(
-    ("data_dir", "num_workers", "device", "backbone", "out_dir", "resume"))
-
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
@@ -87,57 +86,49 @@ def get_args():
     flag("--data_dir", help="folder with images/*.jpg and, with the same names, "
          "annotations/*.png, whose pixel values are classes; docs/data.md shows all "
          "layouts")
-    flag("--num_classes", type=positive, help="expected number of classes")
-    flag("--num_images", type=positive, default=16000,
+    flag("--num_classes", type=positive_int, help="expected number of classes")
+    flag("--num_images", type=positive_int, default=16000,
          help="rendered training images (default: 16000)")
-    flag("--num_workers", type=natural, default=common.default_workers(),
+    flag("--num_workers", type=nonnegative_int, default=common.default_workers(),
          help="processes per GPU that decode images (default: %(default)s)")
 
     flag = p.add_argument_group("model").add_argument
     flag("--backbone", help="start from the weights of this classifier, a ViT or a "
-         "FAN, which has the same patches and attention; none: from random weights "
-         "(default: none; for --data shapes weights/shapes_<attn>.pt)")
+         "FAN, which has the same patches and attention; the word none: start from "
+         "random weights (default: none; for --data shapes weights/shapes_<attn>.pt)")
     flag("--model", choices=ENCODER_SIZES, help="size of the encoder, a ViT or a FAN "
          "(default: size of the --backbone, else nano)")
-    flag("--patch_size", type=positive, default=16, help="side of a patch in pixels")
+    flag("--patch_size", type=positive_int, default=16, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     # scaled_s is left out, because it needs a fixed number of tokens.
     attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
-    flag("--attn", choices=sorted(attentions - {"scaled_s"}), default="rpc",
-         help="rpc is RPC-Attention in --rpc_layers, symmetric elsewhere; rpca has "
-         "robust PCA in the place of PAP (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
-         "0-3 or all; layer 0 is the first (default: 0)")
-    flag("--n_iter", type=positive, help="steps of PAP, the algorithm in "
-         "RPC-Attention, or of robust PCA; the paper: 4 to 6 with --rpc_layers 0, and "
-         "2 with all (default: 4)")
-    flag("--lambd", type=not_negative, help="PAP's lambda; the paper: 4 with "
-         "--rpc_layers 0, and 3 with all; inf keeps S at 0 (default: 4); for rpca a "
-         "factor of robust PCA's 1 / sqrt(tokens) (default: 1)")
-    flag("--form", choices=FORMS, help="PAP as in the released code, as in the printed "
-         "paper, or as in the paper with ADMM's sign (default: released)")
+    common.attention_flags(flag, attentions - {"scaled_s"}, FORMS)
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="attention of "
          "the decoder; rpc is RPC-Attention in its first block (default: as in the "
          "encoder)")
-    flag("--drop_path", type=share, default=0.0, help="rate at which residual branches "
+    flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
          "are skipped in the encoder's last block; smaller in earlier blocks; in a FAN "
          "equal in all (default: 0)")
     flag("--dropout", type=share, default=0.1,
          help="dropout rate of the decoder (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
-    flag("--epochs", type=positive, help="length of the training and of its schedule")
-    flag("--batch_size", type=positive, help="images per step of all processes")
-    flag("--lr", type=not_negative, default=2e-3, help="first learning rate")
-    flag("--weight_decay", type=not_negative, default=0.05, help="of matrices")
-    flag("--clip", type=not_negative, default=1.0, help="largest gradient norm; 0: any")
+    flag("--epochs", type=positive_int, help="length of the training and of its "
+         "schedule (default for your own images: about 3,000 steps, 8 to 400 epochs)")
+    flag("--batch_size", type=positive_int, help="images per step of all processes")
+    flag("--lr", type=nonnegative_float, default=2e-3,
+         help="first learning rate (default: 2e-3)")
+    flag("--weight_decay", type=nonnegative_float, default=0.05,
+         help="weight decay of matrices (default: 0.05)")
+    flag("--clip", type=nonnegative_float, default=1.0,
+         help="scale larger gradients down to this norm; 0: never (default: 1)")
 
     flag = p.add_argument_group("views").add_argument
-    flag("--size", type=positive, help="resize the short side of images to this many "
+    flag("--size", type=positive_int, help="resize the short side of images to this many "
          "pixels, and train on square crops with this side, a multiple of --patch_size")
-    flag("--window", type=positive,
+    flag("--window", type=positive_int,
          help="side of the windows in an evaluation (default: --size)")
-    flag("--stride", type=positive, help="pixels between windows (default: --window)")
+    flag("--stride", type=positive_int, help="pixels between windows (default: --window)")
 
     flag = p.add_argument_group("evaluation").add_argument
     flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the "
@@ -145,21 +136,22 @@ def get_args():
     flag("--severities", type=int, nargs="*", default=[1, 2, 3, 4, 5],
          choices=range(1, 6), help="severities of the corruptions; without a number "
          "only clean images (default: 1 2 3 4 5)")
-    flag("--limit", type=positive,
-         help="number of test images (default: 320 corrupted scenes, or all)")
+    flag("--limit", type=positive_int, help="number of test images (default: all, but "
+         "only 320 corrupted scenes)")
     flag("--frost_dir",
          help="folder with ImageNet-C's photographs of frost (default: synthetic)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=natural, default=0,
+    flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, order and augmentation (default: 0)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     flag("--amp", action=boolean,
          help="bf16 autocast (default: on GPUs that support it)")
     flag("--compile", action=boolean,
          help="compile the model (default: on CUDA devices)")
-    flag("--eval_every", type=positive, default=2, help="epochs between evaluations")
-    flag("--max_steps", type=natural,
+    flag("--eval_every", type=positive_int, default=2, help="epochs between evaluations "
+         "(default: 2)")
+    flag("--max_steps", type=positive_int,
          help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
     flag("--resume", help="continue the run in this folder, with its flags")
@@ -169,31 +161,29 @@ def get_args():
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
         if "data" not in typed:
-            args.data = None                    # load_test_images takes the training's data
+            args.data = None                    # evaluation_data takes the training's data
         return args, checkpoint
 
     common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
-    if args.data == "shapes":
-        common.reject_flags(typed & {"data_dir"}, "with --data shapes")
-    else:
-        common.reject_flags(typed & {"num_images"}, f"with --data {args.data}")
+    useless = "data_dir" if args.data == "shapes" else "num_images"
+    common.reject_flags(typed & {useless}, f"with --data {args.data}")
     if checkpoint:
-        common.reject_flags(typed & {"out_dir"}, "with --resume")
-        if args.backbone != checkpoint["args"]["backbone"]:
-            common.reject_flags({"backbone"}, "with --resume")
+        common.reject_flags(typed & {"out_dir", "backbone"}, "with --resume")
         args.out_dir = args.resume
         return args, checkpoint
 
     for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if "model" not in typed and args.backbone not in (None, "none"):
-        args.model = None                       # the size of the backbone
     # Scenes start from a classifier, because a small network learns little from scratch in minutes.
-    if args.data == "shapes" and not args.backbone:
+    # args.backbone is None without the flag, and "none" if you want random weights for scenes.
+    if args.data == "shapes" and args.backbone is None:
         shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"
         args.backbone = os.path.relpath(shipped)
-    args.out_dir = common.new_run(args.out_dir or f"out/seg_{args.data}_{args.attn}")
+    if "model" not in typed and args.backbone not in (None, "none"):
+        args.model = None                       # the size of the backbone, not of the recipe
+    args.out_dir = args.out_dir or f"out/seg_{args.data}_{args.attn}"
+    common.check_new_run(args.out_dir)
     return args, checkpoint
 
 
@@ -203,37 +193,28 @@ def train_batches(views, args, start, stop, mean, rank, world):
     """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
 
     views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1), which
-    fills the border of crops that are smaller than S. height, width: of a crop without its border.
+    fills the border of crops that are smaller than S.
     """
     device = mean.device
     pairs = batch_pairs(len(views.source), args.batch_size, start, stop, args.seed,
                         rank, world)
     batches = image_batches(views, pairs, args.num_workers, device)
-    for images, labels, (height, width) in batches:             # on the CPU; pinned for a GPU
+    for images, labels, sizes in batches:                       # on the CPU; pinned for a GPU
         images = send(images, device)
         labels = send(labels, device)
+        height, width = sizes                                   # of each crop without its border
         yield finish_views(images, height, width, mean), labels.long()
 
 
 # --- evaluation of a checkpoint -------------------------------------------------------------------
 
-SCORES = ("pixel_accuracy", "mean_accuracy", "mean_iou")
-
-
 def load_test_images(args, checkpoint):
     """Load the test images of --eval_only by the rules of the training.
 
-    Returns (images, --data, --data_dir). Without the two flags, these are the training's.
+    Returns (images, data set, its folder); evaluation_data chooses the latter two.
     """
     trained = checkpoint["args"]
-    data = args.data or trained["data"]
-    if not args.data and args.data_dir and data == "shapes":
-        data = "folder"
-    if data == "shapes" and args.data_dir:
-        common.reject_flags({"data_dir"}, "with --data shapes")
-    data_dir = args.data_dir
-    if not data_dir and data == trained["data"]:
-        data_dir = trained["data_dir"]
+    data, data_dir = common.evaluation_data(args, trained, made="shapes")
     flags = Namespace(**(trained | dict(data=data, data_dir=data_dir)))
     part = "all" if data == "folder" else "test"
     classes = list(checkpoint["classes"])
@@ -242,17 +223,17 @@ def load_test_images(args, checkpoint):
         rules = MaskRules(**rules)
     test, = load_segmentation(flags, [part], classes, checkpoint["seen"], rules)
     if test.classes != classes:
-        raise InputError(f"{args.eval_only} has the classes {classes[:9]}, but "
-                         f"{data_dir or data} has {test.classes[:9]}; name the same "
-                         f"classes in the same order in classes.txt")
+        raise InputError(f"{data_dir or data} has the classes {test.classes[:9]}, but "
+                         f"{args.eval_only} has {classes[:9]}; name the same classes in "
+                         f"the same order in classes.txt")
     return test, data, data_dir
 
 
 def evaluate_only(args, rank, world, device):
     """Print the scores of a checkpoint, and append them to results.jsonl as rows.
 
-    Measures clean images, then each of the 15 corruptions; a field of a corruption is a list with
-    one number per severity.
+    The first row has the scores on clean images. Then each of the 15 corruptions has a row, in
+    which a score is a list with one number per severity.
     """
     checkpoint = common.load(args.eval_only)
     model = segmenter_from_checkpoint(checkpoint).to(device)
@@ -274,13 +255,14 @@ def evaluate_only(args, rank, world, device):
                    name=name, images=len(index), **numbers, settings=settings)
 
     began = time.perf_counter()
-    index = order[:args.limit]
+    index = order[:args.limit]                          # the numbers of the images
     clean = score(index, None, "clean")
     add_row("clean", index, began, clean, {})
     table = [table_row("clean", index, [clean])]
 
     index = order[:corrupted_images]
-    for kind in NAMES if args.severities else ():
+    kinds = NAMES if args.severities else ()
+    for kind in kinds:
         began = time.perf_counter()
         results = []
         for severity in args.severities:
@@ -298,7 +280,10 @@ def evaluate_only(args, rank, world, device):
 
 
 def table_row(name, index, results):
-    """Return a row of the printed table: the means of the scores over the results."""
+    """Return a row of the printed table: the means of the scores over the results.
+
+    results: the dicts of `evaluate`, one per severity.
+    """
     row = [name, len(index)]
     for field in SCORES:
         mean = sum(result[field] for result in results) / len(results)
@@ -326,32 +311,37 @@ def main():
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, a tenth of the images is held out and chooses best.pt.
+    # Data. For your own images, a tenth of the images is held out and chooses best.pt. Otherwise
+    # `val` contains the test images, which choose nothing.
     keep_best = args.data == "folder"
     args.window = args.window or args.size
     args.stride = args.stride or args.window
-    held_out = "val" if keep_best else "test"
-    train, val = load_segmentation(args, ["train", held_out])
-    split = "validation" if keep_best else "test"
+    part = "val" if keep_best else "test"
+    split = "validation" if keep_best else "test"       # the word for messages
+    train, val = load_segmentation(args, ["train", part])
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
                   f"{len(train.classes)} classes")
-    distorted = args.data != "shapes"                   # scenes keep their size and colours
-    scales = (0.5, 2.0) if distorted else (1.0, 1.0)
-    views = TrainingViews(train, args.size, scales, args.seed, distorted)
+    photos = args.data != "shapes"                      # scenes keep their size and colours
+    scales = (0.5, 2.0) if photos else (1.0, 1.0)
+    views = TrainingViews(train, args.size, scales, args.seed, distorted=photos)
     common.check_batch_size(args.batch_size, world, len(train))
     epoch_steps = len(train) // args.batch_size                     # only whole batches
-    if args.epochs is None:                             # your own images: about 3,000 steps
-        args.epochs = min(max(3000 * args.batch_size // len(train), 8), 400)
+    if args.epochs is None:                             # your own images
+        about_3000_steps = 3000 * args.batch_size // len(train)
+        args.epochs = min(max(about_3000_steps, 8), 400)
     total = args.epochs * epoch_steps
 
-    # Model. The flags describe the model, also with --resume and with --backbone. Its training
-    # includes the training of the backbone: images of both are never test images.
+    # Model. The flags describe the model, also with --resume and with --backbone.
     backbone = None
     seen = checkpoint.get("seen", [])
     if not checkpoint and args.backbone not in (None, "none"):
-        backbone, seen = load_classifier(args.backbone)
+        backbone_checkpoint = common.load(args.backbone)
+        backbone = load_classifier(backbone_checkpoint)
+        seen = backbone_checkpoint.get("seen", [])
     if args.model is None:
         args.model = encoder_size(backbone.config) if backbone else "nano"
+    # Images that trained the backbone or this network are never test images. The checkpoint stores
+    # their hashes.
     seen = sorted({*seen}.union(train.hashes, val.hashes))
     size = ENCODER_SIZES[args.model]
     architecture = "fan" if args.model in FAN_SIZES else "vit"
@@ -369,20 +359,8 @@ def main():
         common.print0(f"encoder from {args.backbone}")
     # To freeze parameters, add a line here: model.encoder.requires_grad_(False)
 
-    # Optimiser. Weight decay applies to matrices, also to the decoder's two projections and to
-    # mlp.temperature of a FAN.
-    matrices = ("weight", "proj_patch", "proj_classes", "mlp.temperature")
-    decay = []
-    no_decay = []
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if p.ndim > 1 and name.endswith(matrices):
-            decay.append(p)
-        else:
-            no_decay.append(p)
-    groups = [dict(params=decay, weight_decay=args.weight_decay),
-              dict(params=no_decay, weight_decay=0)]
+    # Optimiser. The recipe of --data selects it.
+    groups = common.weight_decay_groups(model, args.weight_decay)
     if args.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True,
                                     fused=device.type == "cuda")
@@ -395,37 +373,34 @@ def main():
     data = dict(classes=list(train.classes), fingerprint=fingerprints)
     mask_rules = train.rules._asdict() if train.rules else None
     if checkpoint:
-        checkpoint["model_config"].setdefault("architecture", "vit")    # of an earlier version
-        now = data | asdict(config) | dict(batch_size=args.batch_size)
-        common.resume(checkpoint, now, model, optimizer)
+        # Checkpoints of an earlier version have no architecture, because all were ViTs.
+        checkpoint["model_config"].setdefault("architecture", "vit")
+        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
-    # All processes need equal data, flags and the same first step.
-    common.same_everywhere(data, "data")
-    common.same_everywhere(vars(args) | PER_MACHINE | dict(step=first), "flags")
+    common.same_run(args, data, first)
 
-    # Compile the model, as CUDA graphs, and average gradients over processes. `net` is trained;
-    # `model`, which has the same weights, is evaluated and saved.
+    # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
+    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
     compiled = model
     if common.use_compile(args.compile, device):
-        # rpca computes eigenvalues, for which the CPU waits; CUDA graphs forbid this.
+        # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
         mode = "default" if args.attn == "rpca" else "reduce-overhead"
         compiled = torch.compile(model, mode=mode)
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
-        net.broadcast_buffers = False           # share_buffers does it before an evaluation
+        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use them (the
+        # means of a FAN's BatchNorm), and share_buffers copies them before an evaluation.
+        net.broadcast_buffers = False
 
-    if args.max_steps == 0:
-        return common.print0("--max_steps 0: no step was trained")
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = total
-    if args.max_steps is not None:
-        stop = min(total, args.max_steps)
-    stop = max(first, stop)
+    stop = min(total, args.max_steps or total)
+    stop = max(first, stop)                     # of a finished run, no step is left
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -471,8 +446,8 @@ def main():
             common.log_steps(log, done, pending, clock, args.batch_size, "images",
                              epoch=epoch, lr=lr)
 
-        # Evaluate. On a few images, also measure mean |k| and the share of nonzero entries of S in
-        # each layer, which show whether RPC acts.
+        # Evaluate. Then measure mean |k| and the share of nonzero entries of S in each layer, on a
+        # few images of this batch. These numbers show whether RPC acts.
         metrics = {}
         if saving:
             common.share_buffers(model)
@@ -480,8 +455,8 @@ def main():
             metrics = evaluate(model, val, size=args.size, window=args.window,
                                stride=args.stride, amp=amp, rank=rank, world=world,
                                num_workers=args.num_workers, progress="evaluating")
-            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch,
-                                        **key_statistics(model, images[:8])))
+            keys = key_statistics(model, images[:8])
+            common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
 
         # Save. A resumed run repeats what came after the last save.
@@ -502,7 +477,7 @@ def main():
             clock = time.perf_counter()
             pending = []
 
-    if metrics:                             # of the last step, or of a finished run
+    if metrics:                                 # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
         common.print0(f"{args.data} {config.attn}: {split} mean IoU "
                       f"{metrics['mean_iou']:.2f} % ({len(val)} images), {minutes:.1f} "

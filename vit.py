@@ -18,7 +18,7 @@ from torch import nn
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
                        default_settings, layer_attention)
-from common import InputError, print0
+from common import InputError, check_task, print0
 
 SIZES = {
     # for images of 32 px and patch_size=4, on a CPU: our scenes, CIFAR-10
@@ -52,11 +52,12 @@ class ViTConfig:
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
+        # tuples, so that two configs are equal if one was made from lists
         self.rpc_layers = tuple(sorted(self.rpc_layers))
-        if self.attn not in LAYER_PATTERNS:
-            self.rpc_layers = ()
         self.mean = tuple(self.mean)
         self.std = tuple(self.std)
+        if self.attn not in LAYER_PATTERNS:
+            self.rpc_layers = ()
         check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
         self.pap = default_settings(self.attn) | self.pap
         check_choice("init", self.init, ("trunc_normal", "default"))
@@ -141,16 +142,19 @@ class ViT(nn.Module):
         self.head = nn.Identity()
         if c.num_classes:
             self.head = nn.Linear(c.embed_dim, c.num_classes)
-        for name, colour in (("mean", c.mean), ("std", c.std)):
-            colour = torch.tensor(colour).view(3, 1, 1)
-            self.register_buffer(name, colour, persistent=False)
-        # Draw the class token and the position embeddings (a module in a FAN) from a truncated
-        # normal, and with init="trunc_normal" also the weights of Linear layers.
-        for token in (self.pos_embed, self.cls_token):
-            if isinstance(token, nn.Parameter):
-                nn.init.trunc_normal_(token, std=0.02)
+        mean = torch.tensor(c.mean).view(3, 1, 1)
+        std = torch.tensor(c.std).view(3, 1, 1)
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+        # Draw the position embeddings and the class token from a truncated normal. A FAN's position
+        # embeddings are a module, which keeps its own initial weights.
+        if isinstance(self.pos_embed, nn.Parameter):
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        if c.init == "default":                         # Linear layers keep PyTorch's weights
+            return
         for m in self.modules():
-            if isinstance(m, nn.Linear) and c.init == "trunc_normal":
+            if isinstance(m, nn.Linear):
                 nn.init.trunc_normal_(m.weight, std=0.02)
                 if m.bias is not None:
                     nn.init.zeros_(m.bias)
@@ -176,13 +180,23 @@ class ViT(nn.Module):
                              f"float in [0, 1] of shape (B, 3, {size}, {size})")
         return (images - self.mean) / self.std
 
-    def forward(self, images):
-        x = self.patch_embed(self.normalise(images))            # (B, N - 1, C)
-        # Token 0 is the class token. It belongs to no patch and attends to all patches.
+    def run_blocks(self, x, pos_embed):
+        """Compute the tokens after the last block: normalised (B, 3, h, w) -> (B, N, C).
+
+        Token 0 is the class token. It belongs to no patch and attends to all patches. pos_embed:
+        (1, N, C).
+        """
+        x = self.patch_embed(x)                                 # (B, N - 1, C)
+        # [0] and expand add the axis B. An expanded (1, 1, C) would have a gradient with other
+        # strides than the parameter if B is 1, and DDP would print a warning.
         cls = self.cls_token[0].expand(x.shape[0], -1, -1)
-        x = torch.cat([cls, x], 1) + self.pos_embed             # (B, N, C)
+        x = torch.cat([cls, x], 1) + pos_embed
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def forward(self, images):
+        x = self.run_blocks(self.normalise(images), self.pos_embed)
         return self.head(self.norm(x)[:, 0])                    # the head reads the class token
 
 
@@ -200,9 +214,9 @@ def resize_pos_embed(pos_embed, grid, mode):
 
 # --- weights from files ---------------------------------------------------------------------------
 
-def architecture(name):
-    """Return the model class and the config class of "vit" or "fan"."""
-    if name == "fan":
+def model_classes(architecture):
+    """Return the model class and the config class of an architecture, "vit" or "fan"."""
+    if architecture == "fan":
         from fan import FAN, FANConfig                  # here, because fan.py imports this file
         return FAN, FANConfig
     return ViT, ViTConfig
@@ -210,25 +224,33 @@ def architecture(name):
 
 def classifier_from_checkpoint(checkpoint):
     """Rebuild the network of train_cls.py, a ViT or a FAN, in eval mode."""
-    if checkpoint.get("task") != "classification":
-        raise InputError(f"the checkpoint is for {checkpoint.get('task')}, expected one "
-                         f"of train_cls.py, for classification")
-    Model, Config = architecture(checkpoint.get("architecture", "vit"))
+    check_task(checkpoint, "classification", "train_cls.py")
+    Model, Config = model_classes(checkpoint.get("architecture", "vit"))
     model = Model(Config(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
+
+
+def load_classifier(checkpoint):
+    """Rebuild the network of train_cls.py, or a ViT from weights with timm's names."""
+    if "task" in checkpoint:
+        return classifier_from_checkpoint(checkpoint)
+    return load_timm(checkpoint)
 
 
 def load_timm(checkpoint):
     """Rebuild a ViT from weights with timm's names (DeiT, timm, rachtsy/KPCA_code), in eval mode.
 
     checkpoint: a dict {name: tensor}, or a dict that contains one as "model" or "state_dict". The
-    released code also stores its flags as "args". Assumed, because no file stores it: heads are 64
-    wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
+    released code also stores its flags as "args". No file stores three settings. So we assume that
+    heads are 64 wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
-    wrapped = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
+    weights = checkpoint
+    for key in ("state_dict", "model"):
+        if key in checkpoint:
+            weights = checkpoint[key]
     state = {}
-    for name, weight in wrapped.items():
+    for name, weight in weights.items():
         name = re.sub(r"^(module\.)?(_orig_mod\.)?", "", name)
         # The released code stores S of Scaled Attention as attn.s.
         name = re.sub(r"\.attn\.s$", ".attn.learned.s", name)
@@ -248,7 +270,7 @@ def load_timm(checkpoint):
     model = ViT(config)
     model.load_state_dict(state)
     print0(f"{config.attn} attention with {config.num_heads} heads; assumed: heads are 64 "
-           f"wide, eps 1e-6, mean and std of ImageNet")
+           f"wide, eps is 1e-6, pixels are normalised by ImageNet's mean and std")
     return model.eval()
 
 

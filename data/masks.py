@@ -37,8 +37,8 @@ VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop,
 def load_segmentation(args, parts, classes=None, seen=(), rules=None):
     """Load parts of the images that train_seg.py's flags select: a list of Scenes or SegTrees.
 
-    parts: "train"; "test"; "val", which is the test part except in your own folder; or "all", see
-    data.images.choose_part. classes, seen, rules: see own_folder.
+    parts: "train" or "test"; in your own folder also "val" or "all", see data.images.choose_part.
+    classes, seen, rules: see own_folder.
     """
     if args.data != "shapes" and not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir")
@@ -69,9 +69,11 @@ class Scenes(TensorDataset):
     rules = None
 
     def __init__(self, split, num_images, size):
-        self.images, _, classes, self.labels, _ = load_shapes(split, num_images, size)
+        scenes = load_shapes(split, num_images, size)
+        self.images = scenes.images
+        self.labels = scenes.masks
+        self.classes = ["background", *scenes.classes]
         super().__init__(self.images, self.labels)
-        self.classes = ["background", *classes]
 
 
 class MaskRules(NamedTuple):
@@ -83,18 +85,20 @@ class MaskRules(NamedTuple):
 class SegTree(Dataset):
     """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
 
-    files: [(image path, annotation path)]. first: the value of class 0; with 1, the value 0 is
-    ignored. last: the label of the value 255. hashes: `image_hashes` of your own images. rules: the
+    files: [(image path, annotation path)]. value_of_class_0: 0; or 1, then the value 0 is ignored.
+    label_of_255: the label of the value 255. hashes: `image_hashes` of your own images. rules: the
     MaskRules of your own images.
     """
 
-    def __init__(self, files, classes, first=0, last=IGNORE, hashes=(), rules=None):
+    def __init__(self, files, classes, value_of_class_0=0, label_of_255=IGNORE, hashes=(),
+                 rules=None):
         self.files = files
         self.classes = list(classes)
         self.hashes = list(hashes)
         self.rules = rules
-        self.label_of = torch.arange(256, dtype=torch.uint8) - first        # 0 - 1 = 255
-        self.label_of[255] = last
+        values = torch.arange(256, dtype=torch.uint8)
+        self.label_of = values - value_of_class_0                           # 0 - 1 is 255 in uint8
+        self.label_of[255] = label_of_255
 
     def __len__(self):
         return len(self.files)
@@ -116,35 +120,45 @@ class SegTree(Dataset):
 
 
 def read_annotation(path):
-    """Read an 8-bit PNG of one channel, upright: values (H, W) uint8, palette as bytes or b""."""
+    """Read an 8-bit PNG of one channel, upright. Returns values (H, W) uint8, and palette bytes.
+
+    The palette is b"" if the values are grey values.
+    """
     try:
         image = ImageOps.exif_transpose(Image.open(path))
         mode = image.mode
         values = np.array(image)
         palette = bytes(image.getpalette() or [])
-        bits = np.fromfile(path, np.uint8, 25)[24]      # Pillow scales grey values of fewer bits
+        bits = np.fromfile(path, np.uint8, 25)[24]      # a PNG's byte 24: bits per value
     except Exception as error:                          # Pillow raises many types
         raise InputError(f"cannot read {path}: {error}") from None
+    # Pillow scales grey values of fewer bits to 0 to 255, so they are no classes any more.
     if mode != "P" and (mode, bits) != ("L", 8):
-        raise InputError(f"{path} has the mode {mode} and {bits} bits, expected an 8-bit "
-                         f"PNG of one channel (mode L or P): each pixel's value is its class")
+        raise InputError(f"{path} has the mode {mode} and {bits} bits per value, expected a "
+                         f"PNG of one channel (mode P, or mode L with 8 bits); save each "
+                         f"pixel's class as its value")
     return torch.from_numpy(values), palette
 
 
 def pairs(root, split=""):
     """List (image path, annotation path) in root/images/<split> and root/annotations/<split>."""
-    found = []
-    for kind, endings in (("images", IMAGE_EXTENSIONS), ("annotations", (".png",))):
-        paths = list_files(os.path.join(root, kind, split), endings)
-        found.append({composed_name(Path(path).stem): path for path in paths})
-        if len(found[-1]) < len(paths):
-            raise InputError(f"{root}: two files in {kind}/{split} have one name")
-    images, annotations = found
+    images = files_by_name(root, "images", split, IMAGE_EXTENSIONS)
+    annotations = files_by_name(root, "annotations", split, (".png",))
     alone = sorted(images.keys() ^ annotations.keys())
     if alone:
         raise InputError(f"{root}: {len(alone)} files have no partner in images/ or "
                          f"annotations/, for example {alone[0]}.*")
     return [(path, annotations[name]) for name, path in images.items()]
+
+
+def files_by_name(root, kind, split, endings):
+    """Return {name without ending: path} of the files in root/<kind>/<split>."""
+    paths = list_files(os.path.join(root, kind, split), endings)
+    files = {composed_name(Path(path).stem): path for path in paths}
+    if len(files) < len(paths):
+        raise InputError(f"{root}: two files in {kind}/{split} have one name, expected "
+                         f"different names without the endings")
+    return files
 
 
 def listed_classes(root):
@@ -161,15 +175,18 @@ def listed_classes(root):
 def ade20k(root, split, num_classes=None, names=()):
     """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
 
-    num_classes: K (default: the lines of classes.txt). names: used if there is no classes.txt.
+    num_classes: K (default: the number of names in classes.txt). names: the names of K classes if
+    there is no classes.txt.
     """
-    if len(names) != num_classes:
-        names = [f"class {k}" for k in range(num_classes or 0)]
-    names = listed_classes(root) or names
-    if num_classes not in (None, len(names)):
-        raise InputError(f"--num_classes {num_classes}: {root} lists {len(names)} "
-                         f"classes")
-    return SegTree(pairs(root, split), names, first=1)
+    classes = listed_classes(root)
+    if classes and num_classes not in (None, len(classes)):
+        raise InputError(f"--num_classes {num_classes}: {root}/classes.txt lists "
+                         f"{len(classes)} classes")
+    if not classes and len(names) == num_classes:
+        classes = names
+    elif not classes:
+        classes = [f"class {k}" for k in range(num_classes or 0)]
+    return SegTree(pairs(root, split), classes, value_of_class_0=1)
 
 
 def own_folder(root, parts, classes=None, seen=(), rules=None):
@@ -177,49 +194,55 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
 
     parts: as in load_segmentation, "train" first: later parts have no copies of its images.
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
-    In an evaluation, `classes`, `seen` and `rules` are the network's. classes: the folder may lack
-    some of them. seen: `image_hashes` of images to leave out, because the network was trained on
-    them. rules: the MaskRules of the training, which the folder must follow.
+    The other arguments belong to the network that is evaluated; a training has none of them.
+    classes: its class names; some classes may be missing in the folder. seen: `image_hashes` of
+    images that its training used, which are left out. rules: its MaskRules, which the folder must
+    follow; None for networks of an earlier version.
     """
-    found = {}
+    groups = {}                                 # {part: {class: pairs}}; the pairs have no class
     annotations = []
     for part, path in part_folders(os.path.join(root, "images")).items():
         split = os.path.basename(path) if part else ""
         files = pairs(root, split)
-        found[part] = {"": files}
+        groups[part] = {"": files}
         annotations += [annotation for _, annotation in files]
     values, palette = read_values(annotations, rules)
+    must_match = False                          # whether every class must occur in the masks
     if rules is None:
-        binary = values == {0, IGNORE}
-        must_match = binary or not classes
-        label_of_255 = None
-        if IGNORE in values:
-            label_of_255 = 1 if binary else IGNORE
-        rules = MaskRules(palette.hex(), label_of_255)
+        rules = new_rules(values, palette)
+        must_match = not classes or values == {0, IGNORE}
     else:
-        must_match = False
         check_255(root, values, rules)
-    last = rules.label_of_255 or IGNORE
-    names = folder_classes(root, values, last, classes, must_match)
+    label_of_255 = rules.label_of_255 or IGNORE
+    names = folder_classes(root, values, label_of_255, classes, must_match)
 
     seen = {*seen}
     trees = []
     for part in parts:
-        files = choose_part(found, part, image_name, image_content)
+        files = choose_part(groups, part, image_name, image_content)
         if not files:
             raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
-        marked = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
-        files = [pair for pair in files if not marked[pair] & seen]
+        hashes_of = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
+        files = [pair for pair in files if not hashes_of[pair] & seen]
         if not files:
             raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
                              f"in training, or are copies of training images")
         hashes = []
         for pair in files:
-            hashes += sorted(marked[pair])
+            hashes += sorted(hashes_of[pair])
         if part == "train":                     # a copy of a training image is in no other part
             seen.update(hashes)
-        trees.append(SegTree(files, names, last=last, hashes=hashes, rules=rules))
+        tree = SegTree(files, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
+        trees.append(tree)
     return trees
+
+
+def new_rules(values, palette):
+    """Return the MaskRules of a training, whose masks have these values and this palette."""
+    label_of_255 = None
+    if IGNORE in values:
+        label_of_255 = 1 if values == {0, IGNORE} else IGNORE
+    return MaskRules(palette.hex(), label_of_255)
 
 
 def image_name(pair):
@@ -228,7 +251,10 @@ def image_name(pair):
 
 
 def image_content(pair):
-    """Return what choose_part compares to find copies of an image."""
+    """Return a hash of an image's pixels, by which choose_part finds copies.
+
+    An image that cannot be read has no copy: its pair of paths stands for it.
+    """
     return file_pixels(pair[0]) or pair
 
 
@@ -249,13 +275,14 @@ def read_values(paths, rules):
         first, second, *_ = palettes.values()
         raise InputError(f"{first} and {second} have different palettes; save all "
                          f"annotations with one palette, or as grey images")
-    return values, next(iter(palettes), b"")
+    palette = next(iter(palettes), b"")         # b"": there are no annotations
+    return values, palette
 
 
 def check_255(root, values, rules):
-    """Raise InputError if masks use the value 255 otherwise than the training, whose rules apply.
+    """Raise InputError if the value 255 has another meaning than in the network's training.
 
-    values: all values of the masks in the folder `root`.
+    values: all values of the masks in the folder `root`. rules: the MaskRules of the training.
     """
     start = f"--data_dir {root}: the annotations contain the values {sorted(values)[:9]}"
     if rules.label_of_255 == 1 and {1, IGNORE} <= values:
@@ -266,17 +293,19 @@ def check_255(root, values, rules):
                          f"expected 1 for class 1")
 
 
-def folder_classes(root, values, last, classes, must_match):
+def folder_classes(root, values, label_of_255, classes, must_match):
     """Return the class names of your own folder. InputError if the values do not fit.
 
-    values: of the annotations. last: the label of the value 255. classes: of the network that is
-    evaluated, or None. must_match: whether every class must occur.
+    values: all values of the annotations. label_of_255: the label of the value 255. classes: of the
+    network that is evaluated, or None. must_match: whether every class must occur.
     """
     names = listed_classes(root)
-    labels = {last if value == IGNORE else value for value in values}
-    count = 1 + max(labels - {IGNORE}, default=0)
-    expected = len(classes or names) or count
-    if count > expected or must_match and count < expected:
+    labels = values - {IGNORE}
+    if IGNORE in values and label_of_255 != IGNORE:
+        labels = labels | {label_of_255}
+    count = 1 + max(labels, default=0)                  # the classes are numbered from 0
+    expected = len(classes or names) or count           # without any names, all values fit
+    if count > expected or (must_match and count < expected):
         raise InputError(f"--data_dir {root}: the annotations contain the values "
                          f"{sorted(values)[:9]}, expected {expected} classes, 0 to "
                          f"{expected - 1}")
@@ -291,22 +320,23 @@ def resize(x, size):
     return F.interpolate(x[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
-def resized(height, width, long, short):
+def scaled_size(height, width, long, short):
     """Scale (height, width) by the largest factor with long side <= long, short side <= short."""
     f = min(long / max(height, width), short / min(height, width))
     return max(int(height * f + 0.5), 1), max(int(width * f + 0.5), 1)
 
 
 def training_view(image, label, draw, size, scales=(0.5, 2.0)):
-    """Resize an image by a random factor, crop, flip and pad it. draw: VIEW_COLUMNS in [0, 1).
+    """Resize an image by a random factor, crop, flip and pad it.
 
-    r is uniform in `scales`, the short side at most size * r, the long one at most 4 * size * r. A
-    crop is drawn again, at most REDRAWS times, if one class covers 3/4 or more of its labelled
-    pixels. Padding is on the right and below. Returns image (3, size, size), label (size, size),
-    both uint8, and height and width without padding.
+    draw: VIEW_COLUMNS random numbers in [0, 1): they determine the factor r, which is uniform in
+    `scales`, the place of each crop, and the flip. The short side becomes at most size * r, and the
+    long side at most 4 * size * r. A crop is drawn again, at most REDRAWS times, if one class
+    covers 3/4 or more of its labelled pixels. Padding is on the right and below. Returns image
+    (3, size, size), label (size, size), both uint8, and height and width without padding.
     """
     r = scales[0] + (scales[1] - scales[0]) * draw[0]
-    H, W = resized(*label.shape, int(4 * size * r), int(size * r))
+    H, W = scaled_size(*label.shape, int(4 * size * r), int(size * r))
     rows = torch.arange(H) * label.shape[0] // H                    # nearest: floor(i * old / new)
     columns = torch.arange(W) * label.shape[1] // W
     h = min(size, H)
@@ -344,8 +374,8 @@ class TrainingViews(Dataset):
         position, index = key
         image, label = self.source[index]
         draws = uniform(torch.tensor([position]), VIEW_COLUMNS, self.seed, VIEW)
-        view = training_view(image, label, draws[0].tolist(), self.size, self.scales)
-        image, label, h, w = view
+        draw = draws[0].tolist()
+        image, label, h, w = training_view(image, label, draw, self.size, self.scales)
         if self.distorted:
             image[:, :h, :w] = self.distort(image[:, :h, :w], position)
         return image, label, (h, w)
@@ -368,6 +398,7 @@ def finish_views(images, height, width, mean):
     height, width: without padding, (B,) on the CPU. mean: (3, 1, 1), the colour of the padding,
     which the model subtracts.
     """
-    height, width = (send(t, images.device).view(-1, 1, 1, 1) for t in (height, width))
+    height = send(height, images.device).view(-1, 1, 1, 1)
+    width = send(width, images.device).view(-1, 1, 1, 1)
     axis = torch.arange(images.shape[-1], device=images.device)
     return torch.where((axis[:, None] < height) & (axis < width), images / 255, mean)

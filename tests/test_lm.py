@@ -7,8 +7,8 @@ import torch.nn.functional as F
 import lm
 from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
-from lm import (LM, LM_SIZES, LMConfig, chunked_nll, lm_from_checkpoint,
-                reads_the_future)
+from lm import (LM, LM_SIZES, LMConfig, chunked_nll, depends_on_later_words,
+                lm_from_checkpoint)
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
 LMTOOL = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
@@ -115,7 +115,7 @@ def leaks(size, attn="mine"):
     torch.manual_seed(0)
     model = LM(LMConfig(2000, **LM_SIZES[size], attn=attn, rpc_layers=(0,)))
     state = torch.random.get_rng_state()
-    found = reads_the_future(model)
+    found = depends_on_later_words(model)
     assert model.training and torch.equal(state, torch.random.get_rng_state())
     return found
 
@@ -233,5 +233,5 @@ def test_a_large_full_softmax_runs_in_chunks(monkeypatch):
 
 
 def test_checkpoints_of_other_tasks_are_errors():
-    with pytest.raises(InputError, match="for classification, expected one of train_lm.py"):
+    with pytest.raises(InputError, match="is for classification; expected one for language modelling"):
         lm_from_checkpoint(dict(task="classification"))

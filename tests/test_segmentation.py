@@ -12,7 +12,7 @@ from PIL import Image
 from data import masks
 from common import InputError
 from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, MaskRules, TrainingViews, ade20k,
-                        finish_views, load_segmentation, own_folder, resize, resized,
+                        finish_views, load_segmentation, own_folder, resize, scaled_size,
                         training_view)
 from data.rng import VIEW, uniform
 from data.shapes import render_scenes
@@ -42,7 +42,7 @@ def test_sizes_follow_mmcvs_rule(monkeypatch):
             long, short = int(4 * 256 * ratio), int(256 * ratio)
             scale = min(long / max(h, w), short / min(h, w))
             new = int(h * scale + 0.5), int(w * scale + 0.5)
-            assert resized(h, w, long, short) == new
+            assert scaled_size(h, w, long, short) == new
             image, draw = torch.zeros(3, h, w).byte(), [ratio / 4] + [0.0] * (VIEW_COLUMNS - 1)
             training_view(image, image[0], draw, 256, (0.0, 4.0))
             assert asked.pop() == new

@@ -190,5 +190,5 @@ def test_sizes_of_encoders_have_names():
 
 
 def test_checkpoints_of_other_tasks_are_errors():
-    with pytest.raises(InputError, match="for classification, expected one of train_seg.py"):
+    with pytest.raises(InputError, match="is for classification; expected one for segmentation, which train_seg.py"):
         segmenter_from_checkpoint(dict(task="classification"))

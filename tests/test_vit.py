@@ -139,5 +139,5 @@ def test_load_timm_reads_the_released_settings(layer, layers):
 
 
 def test_only_a_classifier_is_rebuilt_as_one():
-    with pytest.raises(InputError, match="for segmentation, expected one of train_cls.py"):
+    with pytest.raises(InputError, match="is for segmentation; expected one for classification, which train_cls.py"):
         classifier_from_checkpoint(dict(task="segmentation"))
