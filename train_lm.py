@@ -43,7 +43,7 @@ from common import (InputError, bar, nonnegative_float, nonnegative_int, positiv
 from data.images import send
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
-                       load_corpus, perplexity, random_windows, seen_lines,
+                       load_corpus, perplexity, random_windows, seen_hashes,
                        sliding_nll, spaced, text_folder)
 from lm import LM, LM_SIZES, LMConfig, depends_on_later_words, lm_from_checkpoint
 from results import add_result
@@ -377,7 +377,7 @@ def main():
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
     common.same_run(args, data, first)
-    seen = seen_lines(args.data_dir)                    # for evaluations: paragraphs to leave out
+    seen = seen_hashes(args.data_dir)                    # for evaluations: paragraphs to leave out
     as_spaced = is_spaced(args.data_dir)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has

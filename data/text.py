@@ -28,7 +28,8 @@ from common import InputError, bar, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
-EOS, UNK = "<eos>", "<unk>"
+EOS = "<eos>"
+UNK = "<unk>"
 MIN_COUNT = 3                                   # rarer words of the training text become <unk>
 LINE_WORDS = 8                                  # shorter lines may be equal by chance
 # folders of Python's library whose docstrings are not part of the text "pydoc"
@@ -93,28 +94,34 @@ def count_words(lines):
 
 def load_corpus(folder):
     """Load the texts of a folder. Ids: <eos>, then the words of the training by falling count."""
-    texts = [read_lines(token_file(folder, split)) for split in SPLITS]
-    counts = count_words(texts[0])
+    train, valid, test = [read_lines(token_file(folder, split)) for split in SPLITS]
+    counts = count_words(train)
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
-    vocab = Vocabulary([EOS, *sorted(counts, key=counts.get, reverse=True)])    # a stable order
-    return Corpus(*map(vocab.encode_lines, texts), vocab)
+    # Words with equal counts keep the order of the text.
+    words = sorted(counts, key=counts.get, reverse=True)
+    vocab = Vocabulary([EOS, *words])
+    return Corpus(vocab.encode_lines(train), vocab.encode_lines(valid),
+                  vocab.encode_lines(test), vocab)
 
 
 # --- other texts, written as token files ----------------------------------------------------------
+
+def is_text_file(data_dir):
+    """Return whether --data_dir is a text file, not a folder of token files and not missing."""
+    return bool(data_dir) and not Path(data_dir).is_dir()
+
 
 def is_spaced(data_dir):
     """Return whether the words of a text are separated by `spaced`; token files stay as they are.
 
     data_dir: a text file, a folder of token files, or None for the text pydoc.
     """
-    return not (data_dir and Path(data_dir).is_dir())
+    return not data_dir or is_text_file(data_dir)
 
 
 def text_folder(data, data_dir):
     """Return the folder of token files for --data and --data_dir; the latter may be a text file."""
-    if data_dir and Path(data_dir).is_dir():
-        return Path(data_dir)
-    if data_dir:                                # convert it each time: it may have changed
+    if is_text_file(data_dir):                  # convert it each time: it may have changed
         path = Path(data_dir).resolve()
         folder = Path("out", "cache", f"{path.stem}_{zlib.crc32(os.fsencode(path)):08x}")
         parts = {}
@@ -122,6 +129,8 @@ def text_folder(data, data_dir):
             parts[split] = [spaced(paragraph) for paragraph in paragraphs]
         write_tokens(folder, parts)
         return folder
+    if data_dir:
+        return Path(data_dir)
     if data == "pydoc":
         return pydoc_folder("out/cache")
     raise InputError(f"--data {data} needs --data_dir")
@@ -133,16 +142,17 @@ def spaced(text):
 
 
 def write_tokens(folder, parts):
-    """Write {split: lines} as wiki.*.tokens. Words that are rare in the training become <unk>."""
+    """Write parts, {split: lines}, as wiki.*.tokens. Words that are rare in train become <unk>."""
     folder.mkdir(parents=True, exist_ok=True)
     counts = count_words(parts["train"])
     for split in SPLITS:
         lines = []
         for line in parts[split]:
             words = [word if counts[word] >= MIN_COUNT else UNK for word in line.split()]
-            lines.append(" ".join(["", *words, "\n"]))
+            lines.append(" ".join(["", *words, "\n"]))         # as in WikiText: spaces at both ends
+        # valid and test may need <unk>. It is in the vocabulary only if it is in train.
         if split == "train" and min(counts.values()) >= MIN_COUNT:
-            lines.append(f" {UNK} \n")                      # valid or test may need <unk>
+            lines.append(f" {UNK} \n")
         with replacing(token_file(folder, split)) as tmp:
             tmp.write_bytes("".join(lines).encode())
 
@@ -167,13 +177,17 @@ def split_text(path):
     b = len(paragraphs) * 95 // 100
     parts = dict(train=paragraphs[:a], valid=paragraphs[a:b], test=paragraphs[b:])
     if not all(parts.values()):
-        raise InputError(f"{path} has {len(paragraphs)} lines with words, expected at least 20, "
-                         f"to train, validate and test on; end its lines with \\n")
+        raise InputError(f"{path} has {len(paragraphs)} lines with words, expected at least "
+                         f"20, to train, validate and test on; if it has more, end the lines "
+                         f"with \\n")
     return parts
 
 
-def hashes(paragraph):
-    """Hash a paragraph and each of its long lines, so that another layout is recognised."""
+def paragraph_hashes(paragraph):
+    """Return the hashes of a paragraph and of its lines of LINE_WORDS or more words, a set.
+
+    The hashes of lines find a paragraph whose lines are in another order or in other paragraphs.
+    """
     pieces = [spaced(paragraph)]
     for line in paragraph.split("\n"):
         if len(line.split()) >= LINE_WORDS:
@@ -181,41 +195,44 @@ def hashes(paragraph):
     return {zlib.crc32(piece.encode()) for piece in pieces}
 
 
-def seen_lines(data_dir):
-    """Return the `hashes` of the paragraphs of a text file that its training uses.
+def seen_hashes(data_dir):
+    """Return the `paragraph_hashes` of a text file's paragraphs in train and valid, a list.
 
-    Returns [] for token files and for pydoc, whose training text has another form.
+    Returns [] for token files and for pydoc. There rare words are <unk>, so no hash would match.
     """
-    if not data_dir or Path(data_dir).is_dir():
+    if not is_text_file(data_dir):
         return []
     parts = split_text(data_dir)
     seen = set()
     for paragraph in parts["train"] + parts["valid"]:
-        seen |= hashes(paragraph)
+        seen |= paragraph_hashes(paragraph)
     return sorted(seen)
 
 
 def lines_to_score(data, data_dir, seen, as_spaced=True):
-    """Return the texts to evaluate a language model on: {"valid" and "test": lines of tokens}.
+    """Return the texts to evaluate a language model on, {name: lines of tokens}.
 
+    Token files and pydoc are two texts, "valid" and "test". A text file is one text. If `seen` is
+    known, the text is "unseen": the paragraphs without a hash in `seen`. Otherwise it is "text":
+    all paragraphs.
     seen: hashes of the training's paragraphs; [] if they are unknown. as_spaced: whether the
-    model's text was `spaced`. A text file is one text. With `seen`, the text is "unseen", the
-    paragraphs without a hash in `seen`; otherwise "text", all paragraphs.
+    model's text was `spaced`; then a text file is, too.
     """
-    if not data_dir or Path(data_dir).is_dir():
+    if not is_text_file(data_dir):
         folder = text_folder(data, data_dir)
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
     paragraphs = read_paragraphs(data_dir)
     if not paragraphs:
         raise InputError(f"--data_dir {data_dir} contains no words, expected a text")
     seen = {*seen}
-    unseen = [paragraph for paragraph in paragraphs if not hashes(paragraph) & seen]
+    unseen = [text for text in paragraphs if not paragraph_hashes(text) & seen]
     if not unseen:
-        raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs")
+        raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs, "
+                         f"expected new ones")
     if as_spaced:
         lines = [spaced(paragraph) for paragraph in unseen]
-    else:
-        lines = [normalize("NFC", " ".join(paragraph.split())) for paragraph in unseen]
+    else:                                               # words are separated by spaces
+        lines = [" ".join(paragraph.split()) for paragraph in unseen]
     name = "unseen" if seen else "text"
     return {name: lines}
 
@@ -253,10 +270,14 @@ def pydoc_folder(parent):
     parts = {split: [] for split in SPLITS}
     for name, texts in sorted(documents.items()):
         sixteenth = zlib.crc32(name.encode()) % 16
-        split = {1: "valid", 15: "test"}.get(sixteenth, "train")
+        split = "train"
+        if sixteenth == 1:
+            split = "valid"
+        if sixteenth == 15:
+            split = "test"
         for i, (title, text) in enumerate(texts):
-            sign = "= =" if i else "="
-            parts[split] += "", f"{sign} {spaced(title)} {sign}", ""
+            sign = "= =" if i else "="                  # a WikiText heading: = title =
+            parts[split] += ["", f"{sign} {spaced(title)} {sign}", ""]
             parts[split] += [spaced(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
     write_tokens(folder, parts)
     return folder
@@ -296,15 +317,18 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= "
                          f"window <= {M}, the number of targets in the text")
     later = stride * torch.arange(1, (M - window) // stride + 1)
-    rest = M - window - stride * len(later)
-    last = window if stride < window else rest                                  # its length
-    windows = [(torch.tensor([0]), window, window), (later, window, stride),    # starts, length,
-               (torch.tensor([M - last]), last, rest)]                          # scored targets
+    rest = M - window - stride * len(later)             # targets after these windows
+    if stride < window:
+        last = window                                   # the length of the last window
+    else:
+        last = rest
+    kinds = [(torch.tensor([0]), window, window),       # starts, length, number of scored targets
+             (later, window, stride),
+             (torch.tensor([M - last]), last, rest)]
     batches = []
-    for starts, length, scored in windows:
-        if scored:
-            batches += [(part, length, scored) for part in starts.split(batch_size)
-                        if len(part)]
+    for starts, length, scored in kinds:
+        if len(starts) and scored:                      # a kind may have no window
+            batches += [(part, length, scored) for part in starts.split(batch_size)]
 
     device = next(model.parameters()).device
     training = model.training

@@ -14,7 +14,7 @@ import torch
 from data import text as data_text
 from common import InputError
 from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
-                       read_lines, seen_lines, sliding_nll, text_folder)
+                       read_lines, seen_hashes, sliding_nll, text_folder)
 from lm import LM, LMConfig
 from test_lm import lmtool_model
 
@@ -110,8 +110,8 @@ def test_paragraphs_of_the_training_are_never_scored(folder):
     """The file may be renamed, copied or extended; the hashes of its paragraphs decide."""
     lines = [f"Page {i} of the book.\n\n" for i in range(40)]
     Path("book.txt").write_text("".join(lines))
-    seen = seen_lines("book.txt")
-    assert len(seen) == 38 and seen_lines(folder) == seen_lines(None) == []
+    seen = seen_hashes("book.txt")
+    assert len(seen) == 38 and seen_hashes(folder) == seen_hashes(None) == []
     Path("copy.txt").write_text("A new page.\n\n" + "".join(lines))
     unseen = lines_to_score("folder", "copy.txt", seen)["unseen"]
     assert unseen == ["A new page .", "Page 38 of the book .", "Page 39 of the book ."]
@@ -212,7 +212,7 @@ def test_short_lines_may_be_equal_by_chance(folder):
     short, long = "He said no to her again .", "He said no to her again and again ."
     page = "\n".join([short, long, "Page {} of the book ."]) + "\n\n"
     Path("book.txt").write_text("".join(page.format(i) for i in range(40)))
-    seen = seen_lines("book.txt")
+    seen = seen_hashes("book.txt")
     fresh = [f"A new page, {short}", f"{short}\nIt ends here .", f"{long}\nIt ends here ."]
     Path("fresh.txt").write_text("\n\n".join(fresh * 7))
     unseen = lines_to_score("folder", "fresh.txt", seen)["unseen"]

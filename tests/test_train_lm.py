@@ -144,8 +144,23 @@ def test_the_data_of_an_evaluation_act():
     train(SMALL, "--out_dir a --steps 1")
     assert "--data wikitext needs --data_dir" in bad("--eval_only a --data wikitext")
     shutil.copytree("text", "other")
+    assert "--data_dir: no effect with --data pydoc" in bad("--eval_only a --data pydoc "
+                                                            "--data_dir other")
     train("--eval_only a --data wikitext --data_dir other")
     assert {row["data_dir"] for row in common.read_log("a/results.jsonl")} == {"other"}
+
+
+def test_an_evaluation_keeps_the_trainings_data_set():
+    """But scenes and pydoc have no folder, so a folder contains your own data."""
+    trained = dict(data="wikitext", data_dir="text")
+    made = dict(data="pydoc", data_dir=None)
+    for args, of, expected in (((None, None), trained, ("wikitext", "text")),
+                               ((None, "new"), trained, ("wikitext", "new")),
+                               (("wikitext103", None), trained, ("wikitext103", None)),
+                               ((None, "new"), made, ("folder", "new")),
+                               ((None, None), made, ("pydoc", None))):
+        args = Namespace(data=args[0], data_dir=args[1])
+        assert common.evaluation_data(args, of, made="pydoc") == expected
 
 
 def test_flags_without_effect_are_errors():
@@ -155,12 +170,14 @@ def test_flags_without_effect_are_errors():
                         ("--eval_only a --n_iter 2", "--n_iter"),
                         ("--sample a --stride 3", "--stride"),
                         ("--resume a --out_dir b", "--out_dir"),
-                        ("--sample a --eval_only a", "--eval_only")):
+                        ("--sample a --eval_only a", "--eval_only"),
+                        ("--data pydoc --data_dir text", "--data_dir")):
         assert f"{flag}: no effect" in bad(given), given
 
 
 def test_likely_mistakes_are_one_line():
     for given, words in (("--steps -1", "--steps: -1: expected 1 or more"),
+                         ("--max_steps 0", "--max_steps: 0: expected 1 or more"),
                          ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
                          ("--rpc_layers first", "--rpc_layers first: expected"),
                          ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
@@ -169,12 +186,6 @@ def test_likely_mistakes_are_one_line():
         assert words in bad(SMALL, given)
     train(SMALL, "--out_dir a --steps 1")
     assert "--window 17: expected at most 16" in bad("--eval_only a --window 17")
-
-
-def test_max_steps_0_trains_no_step(capsys):
-    train(SMALL, "--max_steps 0 --out_dir a")
-    assert not Path("a").exists()                       # another run may begin here
-    assert "no step was trained" in capsys.readouterr().out
 
 
 def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):

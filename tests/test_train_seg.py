@@ -45,7 +45,7 @@ def root(tmp_path_factory):
 def test_the_checkpoint_alone_reproduces_the_mean_iou(capsys, monkeypatch):
     views, scales = train_seg.TrainingViews, []
     monkeypatch.setattr(train_seg, "TrainingViews",
-                        lambda *how: scales.append(how[2]) or views(*how))
+                        lambda *how, **rest: scales.append(how[2]) or views(*how, **rest))
     train("--num_images 80 --max_steps 2")          # other flags: as in README's first command
     assert scales == [(1, 1)]               # scenes are neither resized nor (below) distorted
     said, folder = capsys.readouterr().out, Path("out/seg_shapes_rpc")
@@ -259,7 +259,6 @@ def test_flags_without_effect_are_errors(root):
         assert f"{flag}: no effect" in bad(given), given
     for given in ("--out_dir c", "--backbone none"):
         assert f"{given.split()[0]}: no effect with --resume" in bad("--resume b", given)
-    train("--resume b --max_steps 2 --backbone", [common.load("b")["args"]["backbone"]])
 
 
 def test_likely_mistakes_are_one_line():
@@ -267,14 +266,10 @@ def test_likely_mistakes_are_one_line():
                          ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
                          ("--rpc_layers first", "--rpc_layers first: expected"),
                          ("--batch_size 0", "--batch_size"), ("--dropout 2", "from 0 to 1"),
-                         ("--lr nan", "--lr"), ("--severities 6", "--severities")):
+                         ("--lr nan", "--lr"), ("--severities 6", "--severities"),
+                         ("--drop_path 1", "--drop_path: 1: expected a number below 1"),
+                         ("--max_steps 0", "--max_steps: 0: expected 1 or more")):
         assert words in bad("--num_images 40", given)
-
-
-def test_max_steps_0_trains_no_step(capsys):
-    train("--num_images 40 --max_steps 0 --out_dir a")
-    assert not Path("a").exists()                       # another run may begin here
-    assert "no step was trained" in capsys.readouterr().out
 
 
 def test_the_learning_rate_never_exceeds_lr():
