@@ -240,7 +240,8 @@ def parse_layers(text, depth):
         if not re.fullmatch(r"\d+(-\d+)?", part):
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
         first, _, last = part.partition("-")
-        layers += range(int(first), int(last or first) + 1)
+        last = last or first                            # 2 means 2-2
+        layers += range(int(first), int(last) + 1)
     if not layers:                                      # 3-1
         raise InputError(f"--rpc_layers {text}: expected a layer, such as 0 or 0-3")
     return tuple(layers)

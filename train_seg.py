@@ -266,9 +266,10 @@ def evaluate_only(args, rank, world, device):
         began = time.perf_counter()
         results = []
         for severity in args.severities:
-            def corrupted(images, numbers):
-                return corrupt(images, kind, severity, seed=args.seed, index=numbers,
-                               frost_dir=args.frost_dir)
+            def corrupted(images, image_numbers):
+                return corrupt(images, kind, severity, seed=args.seed,
+                               index=image_numbers, frost_dir=args.frost_dir)
+
             results.append(score(index, corrupted, kind))
         numbers = {}
         for field in clean:
