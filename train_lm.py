@@ -78,7 +78,8 @@ def get_args():
     boolean = BooleanOptionalAction                                 # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
-         "flags (default: folder, your own text, if --data_dir is given, else pydoc)")
+         "flags (default: folder, your own text, if --data_dir is given, else pydoc; "
+         "with --eval_only the data set of the training)")
     flag("--data_dir", help="a text file, or a folder with wiki.train.tokens, "
          "wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all layouts")
 

@@ -82,7 +82,7 @@ def get_args():
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
-         "shapes)")
+         "shapes; with --eval_only the data set of the training)")
     flag("--data_dir", help="folder with images/*.jpg and, with the same names, "
          "annotations/*.png, whose pixel values are classes; docs/data.md shows all "
          "layouts")
