@@ -32,12 +32,10 @@ from torch.utils.data import DataLoader
 from attention import SelfAttention, check_choice, layer_attention
 from common import InputError, bar, check_task, wide
 from data.masks import IGNORE, resize, scaled_size
-from fan import FAN, FAN_SIZES, FANConfig
-from vit import SIZES, Block, Mlp, ViT, ViTConfig, resize_pos_embed
+from fan import FAN, FAN_SIZES
+from vit import SIZES, Block, Mlp, ViT, ViTConfig, model_classes, resize_pos_embed
 
 ENCODER_SIZES = SIZES | FAN_SIZES
-
-
 DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
 
 
@@ -79,7 +77,7 @@ class SegmenterConfig(ViTConfig):
         """The config of the encoder, a ViTConfig or FANConfig without a head."""
         settings = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
         settings["num_classes"] = 0
-        Config = FANConfig if self.architecture == "fan" else ViTConfig
+        _, Config = model_classes(self.architecture)
         return Config(**settings)
 
 
