@@ -197,6 +197,18 @@ def attention_flags(flag, attentions, forms):
          "paper, or as in the paper with ADMM's sign (default: released)")
 
 
+def running_flags(flag):
+    """Add the flags --device, --amp, --compile, --max_steps and --resume to a group of flags."""
+    boolean = argparse.BooleanOptionalAction            # --name and --no-name
+    flag("--device", help="cuda, mps or cpu (default: the best found)")
+    flag("--amp", action=boolean,
+         help="bf16 autocast (default: on GPUs that support it)")
+    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
+    flag("--max_steps", type=positive_int,
+         help="stop at this step of the run; the schedule stays the same")
+    flag("--resume", help="continue the run in this folder, with its flags")
+
+
 def typed_flags(parser):
     """Return the names of the flags that are on the command line, a set."""
     names = vars(parser.parse_args())

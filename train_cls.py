@@ -124,17 +124,10 @@ def get_args():
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, order and augmentation (default: 0)")
-    flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean,
-         help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean,
-         help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=positive_int, default=1,
          help="epochs between evaluations (default: 1)")
-    flag("--max_steps", type=positive_int, help="stop at this step of the run; the schedule "
-         "stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data>_<attn>)")
-    flag("--resume", help="continue the run in this folder, with its flags")
+    common.running_flags(flag)
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
     args, checkpoint = common.parse_flags(p, recipes, default="shapes")

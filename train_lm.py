@@ -28,7 +28,6 @@ import re
 import textwrap
 import time
 import zlib
-from argparse import BooleanOptionalAction
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -75,7 +74,6 @@ IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
-    boolean = BooleanOptionalAction                                 # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own text, if --data_dir is given, else pydoc; "
@@ -131,16 +129,9 @@ def get_args():
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, windows and samples (default: 0)")
-    flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean,
-         help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean,
-         help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=positive_int, help="evaluate and save after this many steps")
-    flag("--max_steps", type=positive_int,
-         help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
-    flag("--resume", help="continue the run in this folder, with its flags")
+    common.running_flags(flag)
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
     typed = common.typed_flags(p)

@@ -26,7 +26,7 @@ A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several
 import math
 import os
 import time
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
@@ -78,7 +78,6 @@ IN_EVALUATION = ONLY_IN_EVALUATION | {
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
-    boolean = BooleanOptionalAction                                 # --name and --no-name
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
@@ -144,17 +143,10 @@ def get_args():
     flag = p.add_argument_group("running").add_argument
     flag("--seed", type=nonnegative_int, default=0,
          help="seed of weights, order and augmentation (default: 0)")
-    flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean,
-         help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean,
-         help="compile the model (default: on CUDA devices)")
     flag("--eval_every", type=positive_int, default=2, help="epochs between evaluations "
          "(default: 2)")
-    flag("--max_steps", type=positive_int,
-         help="stop at this step of the run; the schedule stays the same")
     flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
-    flag("--resume", help="continue the run in this folder, with its flags")
+    common.running_flags(flag)
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
     typed = common.typed_flags(p)
