@@ -148,10 +148,11 @@ def nonnegative_float(text):
     return value
 
 
-def share(text):
-    """Return a flag's number from 0 to 1."""
-    value = float(text)
-    check_range(text, value, 0, 1)
+def rate(text):
+    """Return a flag's number, at least 0 and below 1."""
+    value = share(text)
+    if value == 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number below 1")
     return value
 
 
@@ -165,12 +166,29 @@ def fraction(text):
     return value
 
 
-def rate(text):
-    """Return a flag's number, at least 0 and below 1."""
-    value = share(text)
-    if value == 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number below 1")
+def share(text):
+    """Return a flag's number from 0 to 1."""
+    value = float(text)
+    check_range(text, value, 0, 1)
     return value
+
+
+def typed_flags(parser, words=None):
+    """Return the names of the flags on the command line, a set. words: a list instead of it."""
+    names = vars(parser.parse_args(words))
+    empty = argparse.Namespace(**dict.fromkeys(names))  # argparse sets no default over a value
+    values = vars(parser.parse_args(words, empty))
+    return {name for name, value in values.items() if value is not None}
+
+
+def reject_flags(names, why):
+    """Raise InputError if a flag would do nothing.
+
+    names: the names of such flags, a set. why: the reason, such as "with --resume".
+    """
+    if names:
+        flags = ", ".join(f"--{name}" for name in sorted(names))
+        raise InputError(f"{flags}: no effect {why}; remove it")
 
 
 def attention_flags(flag, attentions, forms):
@@ -207,25 +225,6 @@ def running_flags(flag):
     flag("--max_steps", type=positive_int,
          help="stop at this step of the run; the schedule stays the same")
     flag("--resume", help="continue the run in this folder, with its flags")
-
-
-def typed_flags(parser):
-    """Return the names of the flags that are on the command line, a set."""
-    names = vars(parser.parse_args())
-    # argparse replaces a value in this namespace by a typed value only, and never by a default.
-    nothing = argparse.Namespace(**dict.fromkeys(names))
-    values = vars(parser.parse_args(namespace=nothing))
-    return {name for name, value in values.items() if value is not None}
-
-
-def reject_flags(names, why):
-    """Raise InputError if a flag would do nothing.
-
-    names: the names of such flags, a set. why: the reason, such as "with --resume".
-    """
-    if names:
-        flags = ", ".join(f"--{name}" for name in sorted(names))
-        raise InputError(f"{flags}: no effect {why}; remove it")
 
 
 def evaluation_data(args, trained, made):
