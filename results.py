@@ -33,9 +33,13 @@ from robust.corruptions import NAMES
 MODEL = ("weights", "model_config", "size")
 KEY = (*MODEL, "code", "data", "fingerprint", "name", "settings", "seed", "images")
 
-# The numbers of a row that a table shows, and how it names them. top5: on ImageNet only.
+# The fields of a row that are numbers of a table, and their names there. Perplexities are no per
+# cent, but all other numbers are.
 SHOWN = {
-    "top1": "top1", "top5": "top5", "aupr": "aupr", "mce": "mce",
+    "top1": "top1",
+    "top5": "top5",                                     # on ImageNet only
+    "aupr": "aupr",
+    "mce": "mce",
     "pixel_accuracy": "pixel accuracy",
     "mean_accuracy": "mean accuracy",
     "mean_iou": "mean IoU",
@@ -83,7 +87,7 @@ def read_rows(path):
 
 
 def pack(right):
-    """Return (n,) bool, True for a correct answer, as text: one bit per image, in base64."""
+    """Return `right`, (n,) bool, as text: one bit per image, in base64."""
     bits = np.packbits(right.cpu().numpy())
     return base64.b64encode(bits).decode()
 
@@ -119,7 +123,7 @@ def add_result(args, model, checkpoint, began, **numbers):
 # --- words ----------------------------------------------------------------------------------------
 
 def kind_of(config):
-    """Describe an attention: softmax, fan symmetric, rpc 4iter/layer0, rpc 2iter/all-layer."""
+    """Describe a network's attention in words, for example softmax or rpc 4iter/layer0."""
     kind = getattr(config, "family", "") + config.attn    # the family of a FAN is "fan "
     if not config.rpc_layers:
         return kind
@@ -134,41 +138,53 @@ def kind_of(config):
     return text
 
 
+def without_seed(text, seed):
+    """Replace the seed in the paths of a text: out/rpc_s3 becomes out/rpc_sSEED."""
+    return re.sub(rf"(?<![A-Za-z0-9])s{seed}(?![0-9])", "sSEED", text)
+
+
 def recipe(trained):
     """Return a hash of a training's flags without its seed, "" for networks of other programs.
 
-    Networks with the same recipe differ in their seed only. A path can contain the seed, for
-    example out/rpc_s3/last.pt of --init_from; there the seed's number does not count.
+    Networks with the same recipe differ only in their seed. The path of --init_from may contain the
+    seed, too.
     """
     if not trained:
         return ""
-    seed = trained.get("seed")
     flags = {name: value for name, value in trained.items() if name not in NOT_RECIPE}
     text = json.dumps(flags, sort_keys=True, default=str)
-    text = re.sub(rf"(?<=[^A-Za-z0-9]s){seed}(?![0-9])", "SEED", text)
+    text = without_seed(text, trained.get("seed"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def setting_text(name, value):
+    """Return the value of a setting in words. A change of pixel values is 2/255, if k/255."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    if not isinstance(value, float):
+        return str(value)
+    levels = round(255 * value)
+    if name in ("eps", "alpha") and 0 < levels < 255 and math.isclose(levels, 255 * value):
+        return f"{levels}/255"
+    return str(value).removesuffix(".0")
 
 
 def measure_text(name, settings):
     """Return a measure in words: pgd steps=20 eps=2/255."""
-    words = [name]
-    for setting, value in settings.items():
-        if isinstance(value, list):
-            value = ",".join(map(str, value))
-        elif isinstance(value, float):
-            text = f"{value:g}"
-            levels = 255 * value
-            whole = 0 < levels < 255 and abs(levels - round(levels)) < 1e-9
-            if setting in ("eps", "alpha") and whole:
-                text = f"{round(levels)}/255"             # a change of pixel values
-            elif float(text) != value:
-                text = str(value)                         # :g has rounded
-            value = text
-        words.append(f"{setting}={value}")
-    return " ".join(words)
+    words = [f"{setting}={setting_text(setting, value)}" for setting, value in settings.items()]
+    return " ".join([name, *words])
 
 
 # --- summaries of several rows --------------------------------------------------------------------
+
+def mean_settings(row):
+    """Return the settings of the mean over the types of corruption, to which a row belongs."""
+    settings = row["settings"] | dict(type="mean")
+    settings.pop("frost", None)                           # a hash, in the rows of one type only
+    if "released" in settings:
+        settings["released"] = True                       # a hash, which differs per type
+    return settings
+
 
 def mean_rows(rows):
     """Yield one row per model with all 15 types of ImageNet-C: the mean over these types.
@@ -177,32 +193,27 @@ def mean_rows(rows):
     has mce, the mean error relative to AlexNet, which has 100 %. There is no mean if a type has
     several rows, as from two --corrupted_dir.
     """
-    groups = {}                                           # {key without the type: {type: rows}}
+    groups = {}                                           # {key without the type: rows}
     for row in rows:
         if row["name"] == "corruptions" and row["settings"]["type"] in NAMES:
-            shared = row["settings"] | dict(type="mean")
-            shared.pop("frost", None)
-            if "released" in shared:                      # a fingerprint, which differs per type
-                shared["released"] = True
-            mean_row = row | dict(settings=shared)
-            types = groups.setdefault(row_key(mean_row), {})
-            types.setdefault(row["settings"]["type"], []).append(mean_row)
-    for types in groups.values():
-        if len(types) < len(NAMES) or any(len(group) > 1 for group in types.values()):
+            key = row_key(row | dict(settings=mean_settings(row)))
+            groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        types = [row["settings"]["type"] for row in group]
+        if sorted(types) != sorted(NAMES):
             continue
-        first = types["fog"][0]                           # its numbers are replaced below
-        mean = {}
+        row_of = dict(zip(types, group))
+        row = row_of[NAMES[0]] | dict(settings=mean_settings(group[0]))
         for field in SHOWN:
-            if field in first:
-                means = [np.mean(types[name][0][field]) for name in NAMES]
-                mean[field] = float(np.mean(means))
-        alexnets = first.get("data") == "imagenet" and first.get("classes") == 1000
-        full_size = first.get("size") == 224
-        severities = first["settings"].get("severities")
-        if alexnets and full_size and severities == [1, 2, 3, 4, 5]:
-            errors = {name: 1 - np.mean(types[name][0]["top1"]) / 100 for name in NAMES}
-            mean["mce"] = metrics.mean_corruption_error(errors)
-        yield first | mean
+            if field in row:
+                means = [np.mean(row_of[name][field]) for name in NAMES]    # over severities
+                row[field] = float(np.mean(means))
+        alexnets = row.get("data") == "imagenet" and row.get("classes") == 1000
+        full_size = row.get("size") == 224
+        if alexnets and full_size and row["settings"].get("severities") == [1, 2, 3, 4, 5]:
+            errors = {name: 1 - np.mean(row_of[name]["top1"]) / 100 for name in NAMES}
+            row["mce"] = metrics.mean_corruption_error(errors)
+        yield row
 
 
 def has_shared_budget(row):
@@ -211,42 +222,39 @@ def has_shared_budget(row):
     return not own_eps and isinstance(row["settings"].get("eps"), float)
 
 
-def shared_settings(row):
-    """Return the settings that the attacks of one worst case share: budget and conditions."""
+def worst_row(row):
+    """Return the row of the worst case to which an attack's row belongs, without its numbers."""
     settings = row["settings"]
-    return {name: settings[name] for name in ("eps", "conditions") if name in settings}
+    shared = {name: settings[name] for name in ("eps", "conditions") if name in settings}
+    fields = (*KEY, "model", "checkpoint", "recipe")
+    worst = {name: row.get(name) for name in fields}
+    return worst | dict(name="worst", settings=shared, images=None)
 
 
 def worst_cases(rows):
     """Yield rows with the worst case over attacks: an image must be right under every attack.
 
-    There is one row per model and budget with attacks of at least two names. Of each name, the row
-    with the most images counts. Attacks can have different numbers of images in the same order, so
+    There is one row per model and budget with attacks of at least two names. Of each name, the rows
+    with the most images count. Attacks can have different numbers of images in the same order, so
     the worst case uses the images that all attacks have: `images`.
     """
-    groups = {}                                           # {key without the attack: {name: rows}}
+    groups = {}                                           # {key without the attack: rows}
     for row in rows:
         if has_shared_budget(row) and "right" in row:
-            shared = shared_settings(row)
-            worst = row | dict(name="worst", settings=shared, images=None)    # any number of images
-            attacks = groups.setdefault(row_key(worst), {})
-            attacks.setdefault(row["name"], []).append(row)
-    for attacks in groups.values():
-        if len(attacks) < 2:
+            groups.setdefault(row_key(worst_row(row)), []).append(row)
+    for group in groups.values():
+        most = {}                                         # {attack: largest number of images}
+        for row in group:
+            most[row["name"]] = max(row["images"], most.get(row["name"], 0))
+        if len(most) < 2:
             continue
-        complete = []
-        for group in attacks.values():
-            most = max(row["images"] for row in group)
-            complete += [row for row in group if row["images"] == most]
-        n = min(row["images"] for row in complete)
+        complete = [row for row in group if row["images"] == most[row["name"]]]
+        n = min(most.values())
         right = [unpack(row["right"], row["images"])[:n] for row in complete]
         under_all = torch.stack(right).all(0)
-        top1 = 100 * under_all.double().mean().item()
-        first = complete[0]
-        settings = shared_settings(first) | dict(of=",".join(attacks))
-        fields = (*KEY, "model", "checkpoint", "recipe")
-        row = {name: first.get(name) for name in fields}
-        yield row | dict(name="worst", settings=settings, images=n, top1=top1)
+        worst = worst_row(complete[0])
+        worst["settings"]["of"] = ",".join(most)
+        yield worst | dict(images=n, top1=100 * under_all.double().mean().item())
 
 
 # --- the table of networks ------------------------------------------------------------------------
@@ -273,25 +281,36 @@ def all_cells(rows):
         text = measure_text(row["name"], row["settings"])
         if len(sources) > 1:                              # then lines name both
             text = f"{row.get('data')}, seed {row.get('seed')}: {text}"
-        place = (row.get("images"), row.get("fingerprint"), row.get("code"))
+        numbers = []                                      # (name, value, digits)
         for field, name in SHOWN.items():
             if field in row and (field != "top5" or row.get("data") == "imagenet"):
-                value = float(np.mean(row[field]))
-                cells.append(Cell(row_key(row, MODEL), f"{text}, "
-                                                       f"{name}", *place, value, 2))
+                numbers.append((name, np.mean(row[field]), 2))
         if "median_l2" in row and row["settings"].get("eps") is None:
-            value = row["median_l2"]
-            cells.append(Cell(row_key(row, MODEL), f"{text}, "
-                                                   f"{DISTANCE}", *place, value, 4))
+            numbers.append((DISTANCE, row["median_l2"], 4))
+        for name, value, digits in numbers:
+            cell = Cell(network=row_key(row, MODEL), text=f"{text}, {name}",
+                        images=row.get("images"), fingerprint=row.get("fingerprint"),
+                        code=row.get("code"), value=float(value), digits=digits)
+            cells.append(cell)
     return cells
+
+
+def by_measure(cells):
+    """Group Cells by their measure and images: {measure: {(images, fingerprint): cells}}."""
+    measures = {}
+    for cell in cells:
+        groups = measures.setdefault(cell.text, {})
+        groups.setdefault((cell.images, cell.fingerprint), []).append(cell)
+    return measures
 
 
 def rows_table(rows):
     """Return rows as a Markdown table: one line per measure, one column per model.
 
-    Networks of one name also show their checkpoint. A number for several severities is their mean.
-    A line names its data if another line has the same measure on other data. If a network has two
-    numbers in one line, from two versions of the code, the line is printed once per version.
+    If networks have the same name, the titles show their checkpoints. A number for several
+    severities is their mean. A line names its data if another line has the same measure on as many
+    other images. If a network has two numbers in one line, from two versions of the code, the table
+    has one line per version.
     """
     networks = {row_key(row, MODEL): row for row in rows}
     names = Counter(row["model"] for row in networks.values())
@@ -301,25 +320,21 @@ def rows_table(rows):
         if names[title] > 1:
             title += f", {row['checkpoint']}"
         titles.append(title)
-    lines = {}                          # {(measure, images, fingerprint): {code: {network: cell}}}
-    for cell in all_cells(rows):
-        versions = lines.setdefault((cell.text, cell.images, cell.fingerprint), {})
-        text = f"{cell.value:.{cell.digits}f}"
-        versions.setdefault(cell.code, {})[cell.network] = text
-    alike = Counter((text, images) for text, images, _ in lines)
     body = []
-    for (text, images, fingerprint), versions in lines.items():
-        if alike[text, images] > 1:
-            text += f", data {fingerprint}"
-        merged = {}
-        for cells in versions.values():
-            merged |= cells
-        if len(merged) == sum(map(len, versions.values())):         # one number per network
-            versions = {None: merged}
-        for code, cells in versions.items():
-            name = text if len(versions) == 1 else f"{text}, code {code or 'unknown'}"
-            numbers = [cells.get(network, "") for network in networks]
-            body.append([name, images, *numbers])
+    for text, groups in by_measure(all_cells(rows)).items():
+        sizes = Counter(images for images, _ in groups)
+        for (images, fingerprint), cells in groups.items():
+            lines = {}                                    # {name: {network: number as text}}
+            for cell in cells:
+                name = text
+                if sizes[images] > 1:
+                    name += f", data {fingerprint}"
+                if len({cell.network for cell in cells}) < len(cells):
+                    name += f", code {cell.code or 'unknown'}"
+                numbers = lines.setdefault(name, {})
+                numbers[cell.network] = f"{cell.value:.{cell.digits}f}"
+            for name, numbers in lines.items():
+                body.append([name, images, *[numbers.get(network, "") for network in networks]])
     return common.table(body, ["measure, in per cent", "images", *titles])
 
 
@@ -354,7 +369,9 @@ class Estimate(NamedTuple):
 
 
 def mean_over_seeds(values):
-    """Return the Estimate of a kind of network. values: {seed: number}."""
+    """Return the Estimate of a kind of network, None without a number. values: {seed: number}."""
+    if not values:
+        return None
     numbers = np.array(list(values.values()))
     n = len(numbers)
     half = None
@@ -366,8 +383,11 @@ def mean_over_seeds(values):
 def difference_of_kinds(first, second):
     """Return the Estimate of mean(second) - mean(first). first, second: {seed: number}.
 
-    Equal seeds are paired. Otherwise the interval is Welch's, with the Welch-Satterthwaite df.
+    Equal seeds are paired. Otherwise the interval is Welch's, with the Welch-Satterthwaite df. None
+    if one kind has no number.
     """
+    if not first or not second:
+        return None
     if first.keys() == second.keys():
         paired = {seed: second[seed] - first[seed] for seed in first}
         return mean_over_seeds(paired)._replace(note="paired")
@@ -385,7 +405,9 @@ def difference_of_kinds(first, second):
 
 
 def estimate_text(estimate, digits, sign=""):
-    """Return an Estimate in words: 96.80 ± 0.41, n 3. sign: "+" also marks positive numbers."""
+    """Return an Estimate in words: 96.80 ± 0.41, n 3. sign: "+" gives positive numbers a sign."""
+    if estimate is None:
+        return ""
     text = f"{estimate.mean:{sign}.{digits}f}"
     if estimate.half is not None:
         text += f" ± {estimate.half:.{digits}f}"
@@ -393,80 +415,73 @@ def estimate_text(estimate, digits, sign=""):
 
 
 class Kind(NamedTuple):
-    """Networks that differ in their seed only."""
+    """Networks that differ only in their seed."""
     title: str
+    checkpoint: str                     # of the first network
     networks: dict                      # {seed: the network's key}
 
 
 def kinds_of_network(rows):
     """Return the Kinds of the networks whose seed is known, and lines on networks left out."""
-    found = {}                          # {key of the kind: {seed: {network's key: row}}}
+    found = {}                          # {key of the kind: {network's key: row}}
     for row in rows:
         _, _, seed = row["model"].rpartition(", seed ")
         if seed.isdecimal():
-            # Rows of earlier versions have no recipe: their names differ in the seed only.
-            folder = re.sub(rf"s{seed}(?![0-9])", "", row["checkpoint"])
-            kind = row | dict(recipe=row.get("recipe") or folder)
+            # Rows of earlier versions have no recipe: their checkpoints differ only in the seed.
+            path = without_seed(row["checkpoint"], seed)
+            kind = row | dict(recipe=row.get("recipe") or path)
             key = row_key(kind, ("model_config", "size", "task", "recipe"))
-            seeds = found.setdefault(key, {})
-            seeds.setdefault(int(seed), {})[row_key(row, MODEL)] = row
+            found.setdefault(key, {})[row_key(row, MODEL)] = row
     kinds = []
     notes = []
-    for seeds in found.values():
-        networks_of_seed = next(iter(seeds.values()))
-        row = next(iter(networks_of_seed.values()))
-        title = row["model"].rpartition(", seed ")[0]
-        networks = {}
-        for seed, group in seeds.items():
-            networks[seed], *others = group
-            if others:
-                notes.append(f"{title}: {len(group)} networks have seed {seed}")
-                break
+    for group in found.values():
+        names = [row["model"].rpartition(", seed ") for row in group.values()]
+        title, _, _ = names[0]
+        networks = {int(seed): network for (_, _, seed), network in zip(names, group)}
+        if len(networks) == len(group):
+            first = next(iter(group.values()))
+            kinds.append(Kind(title, first["checkpoint"], networks))
         else:
-            kinds.append((title, row["checkpoint"], networks))
-    titles = Counter(title for title, _, _ in kinds)
-    named = []
-    for title, checkpoint, networks in kinds:
-        if titles[title] > 1:
-            title = f"{title} like {checkpoint}"
-        named.append(Kind(title, networks))
-    return named, notes
+            (seed, count), = Counter(int(seed) for _, _, seed in names).most_common(1)
+            notes.append(f"{title}: {count} networks have seed {seed}")
+    titles = Counter(kind.title for kind in kinds)
+    for i, kind in enumerate(kinds):
+        if titles[kind.title] > 1:
+            kinds[i] = kind._replace(title=f"{kind.title} like {kind.checkpoint}")
+    return kinds, notes
 
 
-def comparable_lines(cells, networks):
-    """Return {(measure, images, digits): {network: value}}, and lines on measures left out.
+def comparable_lines(cells):
+    """Return {(measure, images): cells}, and lines on measures left out.
 
     A line compares networks on the same images. If the networks that have a measure were measured
     on different images, or one of them twice, no line is complete, and the measure is left out.
     """
-    measures = {}                       # {measure: {(images, fingerprint): cells}}
-    for cell in cells:
-        if cell.network in networks:
-            data = measures.setdefault((cell.text, cell.digits), {})
-            data.setdefault((cell.images, cell.fingerprint), []).append(cell)
     lines = {}
     notes = []
-    for (text, digits), data in measures.items():
-        everyone = set()
-        for group in data.values():
-            everyone |= {cell.network for cell in group}
+    for text, groups in by_measure(cells).items():
+        measured = set()
+        for group in groups.values():
+            measured |= {cell.network for cell in group}
         complete = []
-        for (images, _), group in data.items():
-            values = {cell.network: cell.value for cell in group}
-            if len(values) == len(group) == len(everyone):
-                complete.append((images, values))
-        for number, (images, values) in enumerate(complete, 1):
-            name = text if len(complete) == 1 else f"{text}, data {number}"
-            lines[name, images, digits] = values
+        for (images, _), group in groups.items():
+            networks = {cell.network for cell in group}
+            if len(networks) == len(group) == len(measured):
+                complete.append((images, group))
+        for number, (images, group) in enumerate(complete, 1):
+            name = text
+            if len(complete) > 1:
+                name += f", data {number}"
+            lines[name, images] = group
         if not complete:
-            sizes = ", ".join(sorted({str(images) for images, _ in data}))
+            sizes = ", ".join(sorted({str(images) for images, _ in groups}))
             notes.append(f"{text}: the networks have rows on different images ({sizes} "
                          "images) or of different code")
     return lines, notes
 
 
 def seeds_table(rows):
-    """Return the table over seeds with its explanation; "" if no networks differ in the seed only.
+    """Return the table over seeds with its explanation; "" if no networks differ only in the seed.
 
     For each kind of network, the table has the mean over seeds, the half-width of its 95 % interval
     and the number of seeds; for each kind but the first, also the difference from the first kind.
@@ -477,32 +492,30 @@ def seeds_table(rows):
     networks = set()
     for kind in kinds:
         networks |= set(kind.networks.values())
-    lines, more = comparable_lines(all_cells(rows), networks)
+    cells = [cell for cell in all_cells(rows) if cell.network in networks]
+    lines, more = comparable_lines(cells)
     notes += more
     first, *others = kinds
     header = ["mean over seeds", "images"]
     header += [kind.title for kind in kinds]
     header += [f"{kind.title} minus {first.title}" for kind in others]
     body = []
-    for (text, images, digits), values in lines.items():
-        by_kind = []
-        line = [text, images]
+    for (text, images), group in lines.items():
+        digits = group[0].digits
+        values = {cell.network: cell.value for cell in group}
+        by_kind = []                                      # {seed: value} per kind
         for kind in kinds:
-            own = {seed: values[network] for seed, network in kind.networks.items()
-                   if network in values}
-            by_kind.append(own)
-            cell = ""
-            if own:
-                cell = estimate_text(mean_over_seeds(own), digits)
-            line.append(cell)
-        for own in by_kind[1:]:
-            cell = ""
-            if own and by_kind[0]:
-                difference = difference_of_kinds(by_kind[0], own)
-                cell = estimate_text(difference, digits, "+")
-            line.append(cell)
+            by_kind.append({seed: values[network] for seed, network in kind.networks.items()
+                            if network in values})
+        means = [mean_over_seeds(own) for own in by_kind]
+        differences = [difference_of_kinds(by_kind[0], own) for own in by_kind[1:]]
+        line = [text, images]
+        line += [estimate_text(mean, digits) for mean in means]
+        line += [estimate_text(difference, digits, "+") for difference in differences]
         body.append(line)
-    text = "" if not body else common.table(body, header) + "\n"
+    text = ""
+    if body:
+        text = common.table(body, header) + "\n"
     text += ("±: half-width of the 95 % interval over seeds (Student's t). n: number "
              "of seeds; one seed has no interval.\nDifferences are paired if both "
              "kinds have the same seeds, else unpaired (Welch).")

@@ -4,8 +4,8 @@
     right["worst"].float().mean()                # robust accuracy; right["pgd"] is (n,) bool
 
 eval_robust.py evaluates whole data sets with this folder; see docs/robustness.md. From the project,
-its files import only common.py, attention.py and data/rng.py. The command of checks.py also imports
-eval_robust.py.
+the files of this folder import only common.py, attention.py and data/rng.py; only the command
+`python -m robust.checks` also imports eval_robust.py.
 """
 
 import torch
@@ -14,13 +14,17 @@ from common import wide
 from robust.attacks import check_adversarial, check_inputs, check_logits, check_repeats
 
 
-def attack_right_images(model, images, labels, right, attack, **index):
-    """Attack the images of one batch that are `right`, (B,) bool; return all images, checked."""
+def attack_right_images(model, images, labels, right, attack, index=None):
+    """Attack the images of one batch that are `right`, (B,) bool; return all images, checked.
+
+    index: (B,) the numbers of the images for the attack's keyword index. None: the attack gets no
+    such keyword.
+    """
     adv = images.clone()
     rows = right.nonzero()[:, 0]
     if len(rows):
-        index = {name: numbers[rows] for name, numbers in index.items()}    # empty, or index=(n,)
-        found = attack(model, images[rows], labels[rows], **index)
+        numbers = {} if index is None else dict(index=index[rows])
+        found = attack(model, images[rows], labels[rows], **numbers)
         check_adversarial(model, images[rows], found)
         adv[rows] = found.detach()
     return adv
@@ -40,25 +44,25 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     "worst", under every attack.
     """
     check_inputs(model, images)
+    if labels.shape != images.shape[:1]:
+        raise ValueError(f"labels are {tuple(labels.shape)}, expected ({len(images)},)")
     right = {name: [] for name in ("clean", *attacks)}
     for part in torch.arange(len(images)).split(batch_size):
         x = images[part]
         y = labels[part]
-        numbers = {} if index is None else dict(index=index[part])
+        numbers = None if index is None else index[part]
         with torch.no_grad():
             logits = wide(model(x))
         check_logits(logits)
         if part[0] == 0:
             check_repeats(model, x[:2], logits[:2])
-        known = 0 <= y.min() <= y.max() < logits.shape[1]
-        if labels.shape != images.shape[:1] or not known:
-            raise ValueError(f"labels are {tuple(labels.shape)} from {y.min()} to "
-                             f"{y.max()}, expected ({len(images)},) from 0 to "
+        if y.min() < 0 or y.max() >= logits.shape[1]:
+            raise ValueError(f"labels are from {y.min()} to {y.max()}, expected 0 to "
                              f"{logits.shape[1] - 1}")
         clean = logits.argmax(1) == y
         right["clean"].append(clean)
         for name, attack in attacks.items():
-            adv = attack_right_images(model, x, y, clean, attack, **numbers)
+            adv = attack_right_images(model, x, y, clean, attack, numbers)
             with torch.no_grad():
                 right[name].append(model(adv).argmax(1) == y)
     right = {name: torch.cat(parts).cpu() for name, parts in right.items()}

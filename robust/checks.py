@@ -187,7 +187,7 @@ def main():
     # The evaluator's functions read its flags. One batch contains all images.
     args = eval_robust.get_args(["--ckpt", *own.ckpt, "--batch_size", str(own.limit)])
     args.rank, args.world, args.device = common.start_processes(None)
-    models = [eval_robust.load_model(path, None, args.device) for path in own.ckpt]
+    models = [eval_robust.load_model(path, args.device) for path in own.ckpt]
     args = eval_robust.complete_flags(args, models)
     data = eval_robust.load_data(args, models)
     index = eval_robust.choose(len(data.labels), "pgd", args)   # the images of the measure pgd

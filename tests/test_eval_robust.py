@@ -169,7 +169,7 @@ def test_table_has_every_row_once(first_run):
 def test_rows_equal_a_plain_loop(first_run):
     folder, *_ = first_run
     row = {row["name"]: row for row in read(folder / "one") if row["model"].startswith("rpc")}
-    net = eval_robust.load_model(folder / "a.pt", None, torch.device("cpu")).net
+    net = eval_robust.load_model(folder / "a.pt", torch.device("cpu")).net
     images, labels = load_shapes("test", 80, 32)[:2]
     index = eval_robust.epoch_order(80, epoch=0, seed=0)[:7]
     x, y = images[index].float() / 255, labels[index]
@@ -279,6 +279,23 @@ def test_files_do_not_touch_each_other(few_scenes):
     assert before.naive_attention and "a" not in map(os.path.basename, sys.path)
 
 
+def test_hidden_modules_are_part_of_code(few_scenes, monkeypatch):
+    """The project's attention.py attacks a network that imports another attention.py."""
+    visible = []
+
+    def recorded(*files):
+        visible.append(sys.modules.get("attention") is before and files)
+        return "c"
+
+    before = sys.modules["attention"]
+    for name in ("helper", "my"):
+        write_network(name, 1)
+    Path("attention.py").write_text("naive_attention = None\n")
+    monkeypatch.setattr(eval_robust, "code_hash", recorded)
+    eval_robust.load_file("my.py:build", 32, torch.device("cpu"))
+    assert {path.name for path in visible[-1]} >= {"my.py", "helper.py", "attention.py"}
+
+
 def test_an_edited_neighbour_makes_another_row(few_scenes):
     for answer in (1, 2, 2):
         write_network("helper", answer)
@@ -331,16 +348,18 @@ def test_order_of_checkpoints_decides_nothing():
 
 
 @pytest.mark.parametrize("words, expected", [
-    ("--measures clean --eps 2/255", "--eps would do nothing"),
-    ("--measures cw --eps 2/255", "--eps would do nothing"),
-    ("--measures clean fgsm --steps 3", "--steps would do nothing"),
-    ("--measures clean --severities 3", "--severities would do nothing"),
-    ("--measures fog --frost_dir x", "--frost_dir would do nothing"),
-    ("--measures clean --preset paper", "--preset would do nothing"),
-    ("--image_size 64", "--image_size would do nothing"),
-    ("--measures clean --imagenet_a x", "--imagenet_a would do nothing"),
+    ("--measures clean --eps 2/255", "--eps: no effect with"),
+    ("--measures cw --eps 2/255", "--eps: no effect with"),
+    ("--measures clean fgsm --steps 3", "--steps: no effect with"),
+    ("--measures clean --severities 3", "--severities: no effect with"),
+    ("--measures fog --frost_dir x", "--frost_dir: no effect with"),
+    ("--measures clean --preset paper", "--preset: no effect with"),
+    ("--image_size 64", "--image_size: no effect without --model"),
+    ("--measures frost --frost_dir x --corrupted_dir y", "--frost_dir: no effect with --corrupted"),
+    ("--measures spsa --preset paper --eps 2/255", "--eps: no effect with"),
+    ("--measures clean --imagenet_a x", "--imagenet_a: no effect with"),
     ("--data_dir photos", "--data_dir photos would do nothing"),
-    ("--table r --out_dir o", "would do nothing: --table"),
+    ("--table r --out_dir o", "--out_dir: no effect with --table"),
     ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),
     ("--steps 0", "expected 1 or more"), ("--batch_size 0", "expected 1 or more"),
     ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "such as 8/255"),
@@ -372,7 +391,7 @@ def test_batches_on_a_cpu_are_small():
     make_checkpoint()
     args = eval_robust.get_args(["--ckpt", "m.pt"])
     args.device = torch.device("cpu")
-    model = eval_robust.load_model("m.pt", None, args.device)
+    model = eval_robust.load_model("m.pt", args.device)
     for size, images in ((16, 256), (32, 256), (224, 5), (1000, 1)):
         completed = eval_robust.complete_flags(args, [model._replace(size=size)])
         assert completed.batch_size == images and args.batch_size is None
@@ -425,7 +444,8 @@ def test_nodes_with_other_images_are_an_error(tmp_path):
 
 def test_paper_preset_attacks_normalised_images(monkeypatch):
     """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
-    monkeypatch.setitem(eval_robust.ATTACKS, "square", eval_robust.Attack(eval_robust.square, dict(queries=20)))
+    square = eval_robust.Attack(eval_robust.square, dict(queries=20))
+    monkeypatch.setitem(eval_robust.PAPER_ATTACKS, "square", square)
     make_checkpoint()
     run("--ckpt m.pt --preset paper --measures fgsm pgd square --limit 4 --eps 6/255 --steps 2 "
         "--out_dir r")
@@ -434,6 +454,18 @@ def test_paper_preset_attacks_normalised_images(monkeypatch):
         assert rows[name]["settings"]["conditions"] == "paper"
         assert rows[name]["max_linf"] == pytest.approx(6 / 255 * 0.229, abs=1e-4)
     assert rows["square"]["max_linf"] > 0.1               # clipping to [0, 1] moves dark pixels
+
+
+def test_paper_preset_stores_own_budgets(monkeypatch):
+    """In the paper's code SPSA has one budget, so its row belongs to no worst case."""
+    spsa = eval_robust.PAPER_ATTACKS["spsa"]
+    few = spsa._replace(settings=spsa.settings | dict(pairs=1))
+    monkeypatch.setitem(eval_robust.PAPER_ATTACKS, "spsa", few)
+    make_checkpoint()
+    run("--ckpt m.pt --preset paper --measures spsa --limit 1 --steps 1 --out_dir r")
+    row, = read()
+    assert row["own_eps"] and not results.has_shared_budget(row)
+    assert row["settings"] == dict(steps=1, pairs=1, legacy=True, eps=0.1, conditions="paper")
 
 
 def test_imagenet_folders_use_their_classes():
@@ -524,5 +556,5 @@ def test_class_order_is_printed_and_classes_must_agree(few_scenes):
     model = f"--data shapes {CLEAN} --model m.py:"
     assert "taken in this order: 0 = " in run(model + "build")
     for name, words in (("seven", "has 7 classes"), ("chances", "probabilities"),
-                        ("build --measures typo", "expected clean")):
+                        ("build --measures typo", "invalid choice: 'typo'")):
         assert words in refused(eval_robust, model + name)
