@@ -16,7 +16,6 @@ whether your training used the image. For a Segmenter and one image, look.py dra
 """
 
 import csv
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from attention import layer_inputs
+from common import InputError
 from data.datasets import DATASETS
 from data.images import central_square, image_hashes, read_image, walk_images
 from data.shapes import SHAPES, load_shapes
@@ -42,14 +42,6 @@ MAGMA = torch.tensor([
     [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]]).float()
 
 
-def count(text):
-    """Return a flag's whole number; an error below 0."""
-    value = int(text)
-    if value < 0:
-        raise ArgumentTypeError(f"{text}: expected 0 or more")
-    return value
-
-
 def get_args():
     """Parse the flags."""
     p = common.new_parser(__doc__)
@@ -58,9 +50,9 @@ def get_args():
                    "a file or a folder (default: %(default)s)")
     p.add_argument("--image",
                    help="look at this image or folder (default: a rendered scene)")
-    p.add_argument("--scene", type=count,
+    p.add_argument("--scene", type=common.natural,
                    help=f"render this test scene (default: {SCENE})")
-    p.add_argument("--noise", type=count,
+    p.add_argument("--noise", type=common.natural,
                    help="replace this many patches by noise (default: 6 in a rendered "
                    "scene, 0 in your image)")
     p.add_argument("--out",
@@ -77,21 +69,22 @@ def to_picture(image):
 def draw_map(x, largest):
     """Draw one number per patch, (P,), as a Pillow image. Black is 0, light yellow is `largest`."""
     side = round(len(x) ** 0.5)
-    x = (x / largest).nan_to_num(0).clamp(0, 1) * (len(MAGMA) - 1)
-    low = x.long().clamp(max=len(MAGMA) - 2)
-    colours = torch.lerp(MAGMA[low], MAGMA[low + 1], (x - low)[:, None])
+    share = (x / largest).nan_to_num(0).clamp(0, 1)     # 0 / 0, an empty map, becomes 0
+    place = share * (len(MAGMA) - 1)                    # between the colours `low` and low + 1
+    low = place.long().clamp(max=len(MAGMA) - 2)
+    colours = torch.lerp(MAGMA[low], MAGMA[low + 1], (place - low)[:, None])
     pixels = colours.round().byte()
     return Image.fromarray(pixels.view(side, side, 3).numpy())
 
 
 def fitting(text, width):
-    """Return text that is at most `width` pixels wide: its middle is cut out if it is longer."""
-    if FONT.getlength(text) <= width:
-        return text
-    kept = len(text)
-    while FONT.getlength(shorter := f"{text[:kept // 2]}..{text[-kept // 2:]}") > width:
+    """Return text that is at most `width` pixels wide: the middle of a longer text becomes ".."."""
+    shown = text
+    kept = len(text)                                    # letters
+    while FONT.getlength(shown) > width:
         kept -= 1
-    return shorter
+        shown = f"{text[:kept // 2]}..{text[-kept // 2:]}"
+    return shown
 
 
 def class_colours(n):
@@ -110,44 +103,47 @@ def class_colours(n):
 
 def draw_sheet(rows, notes, hit):
     """Draw rows of (title, picture) pairs, `notes` below, and blue frames around patches `hit`."""
-    wide = SIDE + MARGIN
-    high = SIDE + LINE + MARGIN
-    size = max(map(len, rows)) * wide, len(rows) * high + len(notes) * LINE
-    page = Image.new("RGB", size, "white")
+    column = SIDE + MARGIN                                          # width in pixels
+    row_height = LINE + SIDE + MARGIN
+    width = column * max(map(len, rows))
+    height = row_height * len(rows) + LINE * len(notes)
+    page = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(page)
     patches = round(len(hit) ** 0.5)                                # per side
-    side = SIDE // patches - 1
+    side = SIDE // patches - 1                                      # of a frame
     for y, row in enumerate(rows):
-        top = y * high + LINE
+        top = y * row_height + LINE
         for x, (title, picture) in enumerate(row):
-            left = x * wide
+            left = x * column
             title = fitting(title, SIDE)
             draw.text((left + 2, top - LINE), title, fill="black", font=FONT)
             large = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
             page.paste(large, (left, top))
             for i in hit.nonzero()[:, 0].tolist():
-                x0 = left + i % patches * SIDE // patches
-                y0 = top + i // patches * SIDE // patches
+                line, place = divmod(i, patches)
+                x0 = left + place * SIDE // patches
+                y0 = top + line * SIDE // patches
                 draw.rectangle([x0, y0, x0 + side, y0 + side], outline=FRAME, width=2)
     for i, note in enumerate(notes):
-        draw.text((2, len(rows) * high + i * LINE), note, fill="black", font=FONT)
+        draw.text((2, len(rows) * row_height + i * LINE), note, fill="black", font=FONT)
     return page
 
 
 def patch_attention(attn, x, steps, num_patches):
     """Return the attention that each patch gets, mean over heads: (P,).
 
-    The class token, token 0, gives this attention. In the blocks of a FAN there is no class token,
-    so the result is the mean over the patches that give it. x: the input of attn, (1, N, C).
-    steps: attn.trace(x). Without PAP, this is the softmax of queries and keys, even if attn
-    computes something else.
+    It is the attention of the class token, token 0. The blocks of a FAN have no class token, so
+    there it is the mean attention of all patches. x: the input of attn, (1, N, C).
+    steps: attn.trace(x). Without PAP, the attention is the softmax of queries and keys, even if
+    attn computes something else.
     """
     q, k, _ = attn.project(x)
     if steps:
         q = steps[-1]["Q2"]
         k = steps[-1]["K2"]
-    q = q[0, :, :1] if x.shape[1] > num_patches else q[0]
-    scores = q @ k[0].mT / q.shape[-1] ** 0.5                        # (H, 1 or N, N)
+    if x.shape[1] > num_patches:
+        q = q[:, :, :1]                                             # the class token
+    scores = q[0] @ k[0].mT / q.shape[-1] ** 0.5                    # (H, 1 or N, N)
     return scores.softmax(-1).mean((0, 1))[-num_patches:]
 
 
@@ -196,15 +192,18 @@ def look_at_classifier(model, classes, image, noise, crop):
             if noise:
                 line += [f"{on:.2f}", f"{off:.2f}"]
             table.append(line)
-        if steps and noise:                                             # of the last step
-            word = "not larger"
-            if on != off:
-                word = "larger" if on > off else "smaller"
+        if steps and noise:                                             # after the last step
+            if on > off:
+                word = "larger"
+            elif on < off:
+                word = "smaller"
+            else:
+                word = "not larger"
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} "
                             f"against {off:.2f} in layer {i}, step {n}; 1 is the mean "
                             "over all patches.")
 
-    source = "all patches, mean"
+    source = "all patches, mean"                                        # in a FAN
     if model.config.num_tokens > len(hit):
         source = "the class token"
     notes = [f"Top: attention of {source}, each map on its own scale. "
@@ -227,18 +226,20 @@ def look_at_segmenter(model, classes, image):
     colours = class_colours(len(classes))
     found = predict_classes(model, image, size=size, window=size, stride=size)      # (h, w)
     area = torch.bincount(found.flatten(), minlength=len(classes)) / found.numel()
-    order = [k for k in area.argsort(descending=True).tolist() if area[k] > 0.002]
+    largest_first = area.argsort(descending=True).tolist()
+    listed = [k for k in largest_first if area[k] > 0.002]
 
     zoom = max(1, 384 // max(found.shape))
     shown = image / 255
-    over = 0.4 * shown.mean(0) + 0.6 * colours[found].permute(2, 0, 1) / 255        # on grey
+    grey = shown.mean(0)
+    over = 0.4 * grey + 0.6 * colours[found].permute(2, 0, 1) / 255
     large = F.interpolate(torch.stack([shown, over]), scale_factor=zoom)
     h, w = large.shape[2:]
-    page = Image.new("RGB", (2 * w + MARGIN, h + MARGIN + LINE * len(order)), "white")
+    page = Image.new("RGB", (2 * w + MARGIN, h + MARGIN + LINE * len(listed)), "white")
     for i, x in enumerate(large):
         page.paste(to_picture(x), (i * (w + MARGIN), 0))
     draw = ImageDraw.Draw(page)
-    for i, k in enumerate(order):
+    for i, k in enumerate(listed):
         top = h + MARGIN + i * LINE
         draw.rectangle((2, top + 3, 18, top + 19), fill=tuple(colours[k].tolist()))
         text = f"{classes[k]}, {100 * area[k]:.1f} %"
@@ -247,17 +248,20 @@ def look_at_segmenter(model, classes, image):
     return page
 
 
-def classify_folder(model, classes, folder, crop, seen):
-    """Classify each image in a folder and its subfolders: [(file, class, probability, ...)].
+def classify_folder(model, classes, folder, crop, seen, out):
+    """Classify each image in a folder and its subfolders; print the table and write it to `out`.
 
     seen: `image_hashes` of the images that the training used; with them, a row ends with "yes" or
     "no".
     """
+    header = ["file", "class", "probability"]
+    if seen:
+        header.append("used in training")
     rows = []
     for path in walk_images(folder):
         try:
             photo = read_image(path)
-        except common.InputError as error:
+        except InputError as error:
             print(f"left out: {error}")
             continue
         image = central_square(photo, model.config.image_size, crop)
@@ -268,61 +272,45 @@ def classify_folder(model, classes, folder, crop, seen):
             used = image_hashes(path, photo) & seen
             row.append("yes" if used else "no")
         rows.append(row)
-    return rows
-
-
-def write_table(model, classes, args, crop, seen):
-    """Print the table of `classify_folder`, and write it to --out."""
-    header = ["file", "class", "probability"]
-    if seen:
-        header.append("used in training")
-    rows = classify_folder(model, classes, args.image, crop, seen)
     print(common.table(rows, header))
-    out = args.out or "look.csv"
     with open(out, "w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([header] + rows)
     print(f"written: {out}")
-
-
-def check_flags(args, segmenter):
-    """Raise InputError for flags that would do nothing."""
-    folder = args.image and Path(args.image).is_dir()
-    if segmenter and folder:
-        raise common.InputError(f"--image {args.image}: expected one image, because "
-                                "the checkpoint is a Segmenter; only classifiers look "
-                                "at folders")
-    if args.noise is not None and (segmenter or folder):
-        raise common.InputError("--noise would do nothing: patches are replaced in one "
-                                "image of a classifier only")
-    if args.scene is not None and args.image:
-        raise common.InputError("--scene would do nothing: --image selects your own "
-                                "image")
 
 
 def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
     task = checkpoint.get("task")
+    folder = args.image is not None and Path(args.image).is_dir()
     if task not in ("classification", "segmentation"):
-        raise common.InputError(f"--ckpt {args.ckpt}: expected a checkpoint of "
-                                "train_cls.py or train_seg.py")
-    segmenter = task == "segmentation"
-    check_flags(args, segmenter)
-    rebuild = segmenter_from_checkpoint if segmenter else classifier_from_checkpoint
-    model = rebuild(checkpoint).requires_grad_(False)
-    classes = checkpoint["classes"]
+        raise InputError(f"--ckpt {args.ckpt}: expected a checkpoint of train_cls.py or "
+                         f"train_seg.py")
+    if task == "segmentation" and folder:
+        raise InputError(f"--image {args.image}: expected one image, because the checkpoint is "
+                         f"a Segmenter; only classifiers look at folders")
+    if task == "segmentation" and args.noise is not None:
+        common.reject_flags({"noise"}, "with a Segmenter")
+    if folder and args.noise is not None:
+        common.reject_flags({"noise"}, "with a folder")
+    if args.image and args.scene is not None:
+        common.reject_flags({"scene"}, "with --image")
     seen = set(checkpoint["seen"])
+    classes = checkpoint["classes"]
     trained = checkpoint["args"].get("data")
-    crop = DATASETS[trained].crop if trained in DATASETS else 1.0           # as in the evaluation
+    crop = 1.0
+    if trained in DATASETS:
+        crop = DATASETS[trained].crop                                       # as in the evaluation
+    if task == "segmentation":
+        model = segmenter_from_checkpoint(checkpoint).requires_grad_(False)
+    else:
+        model = classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
-    if args.image and Path(args.image).is_dir():
-        write_table(model, classes, args, crop, seen)
+    if folder:
+        classify_folder(model, classes, args.image, crop, seen, args.out or "look.csv")
         return
-
-    noise = args.noise
     if args.image:
         image = read_image(args.image)
-        noise = noise or 0
         if image_hashes(args.image, image) & seen:
             print("the training used this image, so the answer does not count as a "
                   "test")
@@ -330,10 +318,11 @@ def main():
         scene = SCENE if args.scene is None else args.scene
         scenes = load_shapes("test", scene + 1, model.config.image_size)
         image = scenes.images[scene]
-        if noise is None:
-            noise = 6
         print(f"scene {scene} shows: {list(SHAPES)[scenes.labels[scene]]}")
-    if segmenter:
+    noise = args.noise
+    if noise is None:
+        noise = 0 if args.image else 6
+    if task == "segmentation":
         page = look_at_segmenter(model, classes, image)
     else:
         page = look_at_classifier(model, classes, image, noise, crop)

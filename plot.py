@@ -27,8 +27,8 @@ def training_curves(rows):
                 points.append((name, "evaluation", value))
         for layer, shares in row.get("nonzero_S", {}).items():
             for step, share in enumerate(shares, 1):
-                points.append(("share of nonzero S", f"layer {layer}, PAP step "
-                                                     f"{step}", share))
+                name = f"layer {layer}, PAP step {step}"
+                points.append(("share of nonzero S", name, share))
         for panel, name, value in points:
             panel_curves = curves.setdefault(panel, {})
             panel_curves.setdefault(name, []).append((row["step"], value))
@@ -38,7 +38,7 @@ def training_curves(rows):
 def clean_accuracy(row, clean):
     """Return the clean accuracy on the images of a row, None if it is not known.
 
-    clean: the row of the clean images, which has the same images in the same order, or more.
+    clean: the row of the clean images. It begins with the images of `row`, or has fewer images.
     """
     if clean["images"] == row["images"]:
         return clean["top1"]
@@ -49,7 +49,7 @@ def clean_accuracy(row, clean):
 
 
 def unit_of_budgets(row):
-    """Return the unit of an attack's budgets in words, and how many units a budget of 1 has."""
+    """Return the unit of the x axis in words, and the value on this axis for eps = 1."""
     if row["settings"].get("conditions") == "paper":
         return "eps in 1/255 of the normalised pixels", 255
     if row["name"] == "sld":
@@ -58,49 +58,54 @@ def unit_of_budgets(row):
 
 
 def budget_curves(rows):
-    """Convert the rows of results.jsonl to {panel: {key: (label, [(eps in 1/255, top-1 in %)])}}.
+    """Convert the rows of results.jsonl to {panel: [(label, [(eps, top-1 in %)])]}.
 
     A panel is an attack with its settings, and the unit of its budgets. The rows of a curve differ
-    in eps only. A curve begins with the clean accuracy on the same images, at eps = 0. Attacks with
-    a budget of their own, such as noise, have no curve.
+    only in eps. A curve begins with the clean accuracy on the same images, at eps = 0. Attacks with
+    their own budget, such as noise, have no curve.
     """
-    same = (*MODEL, "code", "data", "fingerprint", "seed")
-    curve = (*KEY, "checkpoint")
-    rows = list({row_key(row, curve): row for row in rows}.values())
-    clean = {}
+    same_images = (*MODEL, "code", "data", "fingerprint", "seed")
+    same_curve = (*KEY, "checkpoint")
+    rows = list({row_key(row, same_curve): row for row in rows}.values())
+    clean = {}                                  # {key: the clean row with the most images}
     for row in rows:
-        if row["name"] == "clean" and "top1" in row:
-            key = row_key(row, same)
+        if row["name"] == "clean":
+            key = row_key(row, same_images)
             if key not in clean or row["images"] > clean[key]["images"]:
                 clean[key] = row
-    curves = {}
+    panels = {}                                 # {panel: {key without eps: rows}}
     for row in rows:
         if has_shared_budget(row):
             settings = dict(row["settings"])
-            eps = settings.pop("eps")
-            unit, scale = unit_of_budgets(row)
-            panel = curves.setdefault((measure_text(row["name"], settings), unit), {})
-            key = row_key(row | dict(settings=settings), curve)
-            if key not in panel:
-                start = clean.get(row_key(row, same))
-                accuracy = None if start is None else clean_accuracy(row, start)
-                points = [] if accuracy is None else [(0, accuracy)]
-                panel[key] = (row, points)
-            _, points = panel[key]
-            points.append((scale * eps, row["top1"]))
-            points.sort()
-    labelled = {}
-    for title, panel in curves.items():
-        labels = curve_labels([row for row, _ in panel.values()])
-        points = [points for _, points in panel.values()]
-        labelled[title] = dict(zip(panel, zip(labels, points)))
-    return labelled
+            settings.pop("eps")
+            unit, _ = unit_of_budgets(row)
+            panel = panels.setdefault((measure_text(row["name"], settings), unit), {})
+            key = row_key(row | dict(settings=settings), same_curve)
+            panel.setdefault(key, []).append(row)
+    curves = {}
+    for panel, groups in panels.items():
+        labels = curve_labels([group[0] for group in groups.values()])
+        curves[panel] = []
+        for label, group in zip(labels, groups.values()):
+            start = clean.get(row_key(group[0], same_images))
+            curves[panel].append((label, curve_points(group, start)))
+    return curves
+
+
+def curve_points(rows, clean):
+    """Return the points of a curve, [(eps, top-1 in %)]. clean: the clean row, None without one."""
+    _, scale = unit_of_budgets(rows[0])
+    points = [(scale * row["settings"]["eps"], row["top1"]) for row in rows]
+    if clean is not None:
+        accuracy = clean_accuracy(rows[0], clean)
+        if accuracy is not None:
+            points.append((0, accuracy))
+    return sorted(points)
 
 
 def curve_labels(rows):
-    """Return one label per row; equal labels also show what differs between their rows."""
-    labels = [f"{row['model']}, {row.get('checkpoint')}, {row['images']} "
-              "images" for row in rows]
+    """Return one label per row. Equal labels also show the fields in which their rows differ."""
+    labels = [f"{row['model']}, {row.get('checkpoint')}, {row['images']} images" for row in rows]
     counts = Counter(labels)
     named = []
     for row, label in zip(rows, labels):
@@ -117,8 +122,9 @@ def curve_labels(rows):
 def draw_panels(panels, path):
     """Draw {(title, text of the x axis): [(label, [(x, y)])]} and write the figure to path."""
     n = len(panels)
-    longest = max(map(len, panels.values()))
-    figure = Figure(figsize=(6, n * (3.9 + 0.25 * longest)), layout="constrained")
+    most_lines = max(map(len, panels.values()))         # the legend has one line of text for each
+    height = n * (3.9 + 0.25 * most_lines)
+    figure = Figure(figsize=(6, height), layout="constrained")
     axes = figure.subplots(n, squeeze=False).flat
     for ax, ((title, xlabel), lines) in zip(axes, panels.items()):
         for _, points in lines:
@@ -141,8 +147,7 @@ def as_plain_text(text):
 def main():
     p = common.new_parser(__doc__)
     p.usage = "%(prog)s folder ..."
-    p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these "
-                                                         "folders")
+    p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = list(dict.fromkeys(p.parse_args().folders))           # each folder once
 
     curves = {}
@@ -156,16 +161,13 @@ def main():
         stored += common.read_log(folder / "robust" / "results.jsonl")
         stored = [row for row in stored if "top1" in row]
         if not logged and not budget_curves(stored):
-            raise common.InputError(f"{folder}: no rows to draw in log.jsonl or "
-                                    "results.jsonl; expected the folder of a run or of "
-                                    "an evaluation with an attack of several budgets, "
-                                    "such as pgd")
+            raise common.InputError(f"{folder}: no rows to draw in log.jsonl or results.jsonl; "
+                                    "expected the folder of a run or of an evaluation with an "
+                                    "attack of several budgets, such as pgd")
         rows += stored
     if curves:
         draw_panels(curves, folders[0] / "curves.png")
-    budgets = {}
-    for title, lines in budget_curves(rows).items():
-        budgets[title] = list(lines.values())
+    budgets = budget_curves(rows)
     if budgets:
         draw_panels(budgets, folders[0] / "budgets.png")
 

@@ -183,9 +183,9 @@ def test_titles_fit_their_column():
 
 @pytest.mark.parametrize("words, expected", [
     ("--ckpt weights/seg_shapes_rpc.pt --image lecture", "expected one image"),
-    ("--ckpt weights/seg_shapes_rpc.pt --noise 3", "--noise would do nothing"),
-    ("--image lecture --noise 3", "--noise would do nothing"),
-    ("--image lecture/pictures/scene.png --scene 3", "--scene would do nothing"),
+    ("--ckpt weights/seg_shapes_rpc.pt --noise 3", "--noise: no effect with"),
+    ("--image lecture --noise 3", "--noise: no effect with"),
+    ("--image lecture/pictures/scene.png --scene 3", "--scene: no effect with"),
     ("--ckpt weights/pydoc_rpc.pt", "expected a checkpoint of train_cls.py"),
     ("--scene -1", "expected 0 or more")])
 def test_flags_without_effect_are_errors(words, expected):

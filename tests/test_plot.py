@@ -45,14 +45,14 @@ def test_a_curve_has_one_network_and_steps():
     curves = plot.budget_curves(RESULTS + more)
     curves = {title: panel for (title, unit), panel in curves.items() if "1/255 of the pixel" in unit}
     assert curves.keys() == {"pgd steps=2", "pgd steps=9"}
-    first, second = (curve for _, curve in curves["pgd steps=2"].values())
+    first, second = (curve for _, curve in curves["pgd steps=2"])
     assert first == [(0, 90.0), (pytest.approx(2), 40.0), (pytest.approx(4), 20.0)]
     assert second[0] == (0, 80.0) and len(second) == 3 and len(curves["pgd steps=9"]) == 1
 
 
 def test_equal_labels_show_what_differs():
     panel = plot.budget_curves(RESULTS)[("pgd steps=2", "eps in 1/255 of the pixel range")]
-    assert [label for label, _ in panel.values()] == [
+    assert [label for label, _ in panel] == [
         "a, seed 0, out/a, 40 images, weights 1f", "a, seed 0, out/a, 40 images, weights 2f"]
 
 
@@ -64,7 +64,7 @@ def test_a_curve_begins_with_its_own_images():
     for rows, start in (([clean, pgd], [(0, 50.0)]), ([clean | dict(images=3), pgd], []),
                         ([pgd], []), ([clean, pgd, pgd], [(0, 50.0)])):
         panel, = plot.budget_curves(rows).values()
-        (_, points), = panel.values()
+        (_, points), = panel
         assert points == [*start, (pytest.approx(2), 40.0)]
 
 
@@ -76,7 +76,7 @@ def test_panels_have_one_unit():
     units = {unit: panel for (_, unit), panel in
              plot.budget_curves([RESULTS[1], paper, sld, noise]).items()}
     assert len(units) == 3 and sum(map(len, units.values())) == 3
-    (_, points), = units["eps, the L1 norm of the change"].values()
+    (_, points), = units["eps, the L1 norm of the change"]
     assert points == [(10.0, 40.0)]
 
 
