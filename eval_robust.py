@@ -89,7 +89,6 @@ ATTACKS = {
 }
 # On a network without PAP, an adaptive attack does the same as the plain attack.
 PLAIN = dict(adaptive_pgd="pgd", adaptive_apgd="apgd", adaptive_autoattack="autoattack")
-EPS = tuple(k / 255 for k in (1, 2, 4, 8))                # the default of --eps
 
 # --preset paper: the attacks whose settings differ in the paper's code. rescale: sld scales to its
 # L1 ball. legacy: spsa as in cleverhans 4.0.0.
@@ -99,8 +98,11 @@ PAPER_ATTACKS = ATTACKS | {
     "spsa": Attack(spsa, dict(steps=40, pairs=128, legacy=True), own_eps=0.1),
     "cw": Attack(cw, dict(steps=1000, search_steps=5, confidence=10.0), own_eps=math.inf),
 }
-PAPER_EPS = tuple(k / 255 for k in range(1, 7))
 PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
+
+# For each --preset: the attacks, and the default of --eps.
+PRESETS = dict(default=ATTACKS, paper=PAPER_ATTACKS)
+EPS = dict(default=[k / 255 for k in (1, 2, 4, 8)], paper=[k / 255 for k in range(1, 7)])
 
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
 MEASURES = ["clean", "corruptions", *CORRUPTIONS]         # a name in CORRUPTIONS: this type only
@@ -145,11 +147,12 @@ def get_args(words=None):
     flag("--eps", nargs="+", type=budget,
          help="budgets of the attacks, for example 8/255 or 0.031 (default: 1/255 2/255 "
          "4/255 8/255; with --preset paper 1/255 to 6/255)")
-    flag("--steps", type=common.positive, help="steps of the attacks (default: see ATTACKS)")
+    flag("--steps", type=common.positive,
+         help="steps of the attacks (default: see ATTACKS)")
     flag("--limit", type=common.positive,
          help="images per measure, the same for every model (default: all; fewer on "
          "shapes and for slow attacks)")
-    flag("--preset", choices=("default", "paper"), default="default",
+    flag("--preset", choices=PRESETS, default="default",
          help="conditions of attacks; paper repeats the conditions and settings of the "
          "paper's code")
     flag("--seed", type=int, default=0,
@@ -194,7 +197,8 @@ def get_args(words=None):
     if not args.ckpt and not args.model and not args.table:
         p.error("the following arguments are required: --ckpt or --model")
     if not args.measures:
-        args.measures = DEFAULT_MEASURES + [name for name in FOLDERS if getattr(args, name)]
+        folders = [name for name in FOLDERS if getattr(args, name)]
+        args.measures = DEFAULT_MEASURES + folders
     reject_useless_flags(args, common.typed_flags(p, words))
     return args
 
@@ -208,7 +212,7 @@ def reject_useless_flags(args, typed):
     if args.corrupted_dir:
         common.reject_flags(typed & {"frost_dir"}, "with --corrupted_dir")
     measures = set(args.measures)
-    attacks = [attacks_of(args.preset)[name] for name in measures.intersection(ATTACKS)]
+    attacks = [PRESETS[args.preset][name] for name in measures.intersection(ATTACKS)]
     useless = set(FOLDERS) - measures
     if not attacks:
         useless.add("preset")
@@ -221,11 +225,6 @@ def reject_useless_flags(args, typed):
     if measures.isdisjoint(["corruptions", "frost"]):
         useless.add("frost_dir")
     common.reject_flags(typed & useless, f"with --measures {' '.join(args.measures)}")
-
-
-def attacks_of(preset):
-    """Return the table of attacks for a value of --preset."""
-    return PAPER_ATTACKS if preset == "paper" else ATTACKS
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -353,7 +352,8 @@ def load_file(path, size, device):
         # The logits of an image stand for the files that `code` misses: files that are no modules.
         with torch.no_grad():
             logits = model.net(model.images)[0].cpu().float()
-    answer = (logits * torch.arange(1, 1 + len(logits))).sum().item()
+    numbers = torch.arange(1, 1 + len(logits))
+    answer = (logits * numbers).sum().item()
     config = dict(build=path, answer=f"{answer:.4g}")
     code = code_hash(file, *files)                        # with the project's modules, now visible
     return model._replace(about=model.about | dict(model_config=config, code=code))
@@ -463,9 +463,9 @@ def load_data(args, models):
         path = model.about["checkpoint"]
         same_classes = not model.classes or model.classes == classes
         if model.num_logits != len(classes) or not same_classes:
-            raise InputError(f"{path} has {model.num_logits} classes {model.classes[:3]}, "
-                             f"--data {args.data} has {len(classes)} {classes[:3]}; expected "
-                             f"the same")
+            raise InputError(f"{path} has {model.num_logits} classes "
+                             f"{model.classes[:3]}, --data {args.data} has "
+                             f"{len(classes)} {classes[:3]}; expected the same")
         if not model.classes and not has_1000:
             order = ", ".join(f"{i} = {name}" for i, name in enumerate(classes))
             print0(f"{path} has no class names. Its logits are taken in this order: "
@@ -620,9 +620,13 @@ def corrupted(model, measure, index, args):
             for i, severity in enumerate(severities):
                 changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
                                   frost_dir=args.frost_dir)
-                hits[i, place] = scores(model.net(changed.float() / 255).float(), labels)
+                logits = model.net(changed.float() / 255).float()
+                hits[i, place] = scores(logits, labels)
     rows = [accuracy(hit, model.num_logits) for hit in all_sum(hits)]
-    return {field: [row[field] for row in rows] for field in rows[0]}
+    fields = {}
+    for field in rows[0]:
+        fields[field] = [row[field] for row in rows]
+    return fields
 
 
 class Normalized(torch.nn.Module):
@@ -745,7 +749,9 @@ def plan(args, data, size):
                 settings = corruption_settings(kind, args, data, size)
                 yield Measure("corruptions", settings, data, data_hash, corrupted)
         elif name in ATTACKS:
-            attack = chosen_attack(name, args)
+            attack = PRESETS[args.preset][name]
+            if args.steps is not None and "steps" in attack.settings:
+                attack = attack._replace(settings=attack.settings | dict(steps=args.steps))
             for settings in attack_settings(attack, args):
                 yield Measure(name, settings, data, data_hash, attacked, attack=attack)
         elif name in FOLDERS:
@@ -774,19 +780,9 @@ def corruption_settings(kind, args, data, size):
     return settings
 
 
-def chosen_attack(name, args):
-    """Return the Attack of a name: of the table for --preset, with the steps of --steps."""
-    attack = attacks_of(args.preset)[name]
-    if args.steps is not None and "steps" in attack.settings:
-        return attack._replace(settings=attack.settings | dict(steps=args.steps))
-    return attack
-
-
 def attack_settings(attack, args):
     """Yield the settings of an attack's rows, one row per budget."""
-    budgets = PAPER_EPS if args.preset == "paper" else EPS
-    if args.eps:
-        budgets = args.eps
+    budgets = args.eps or EPS[args.preset]
     if attack.own_eps is not None:
         budgets = [attack.own_eps]
     for eps in budgets:
