@@ -28,7 +28,6 @@ normalised images, whose pixels are divided by about 0.226, so eps = 1/255 chang
 prediction takes the place of the true class, so misclassified images are attacked, too.
 """
 
-import argparse
 import copy
 import hashlib
 import math
@@ -38,7 +37,6 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -119,18 +117,6 @@ SLOW_LIMITS = dict(spsa=100, cw=100, square=1000, autoattack=1000, adaptive_auto
 
 # --- flags ----------------------------------------------------------------------------------------
 
-def budget(text):
-    """Return an attack budget, such as 8/255 or 0.031, as a float; an error below 0."""
-    error = argparse.ArgumentTypeError(f"{text}: expected a number from 0 to 1, such as 8/255")
-    try:
-        value = float(Fraction(text))
-    except (ValueError, ZeroDivisionError):
-        raise error from None
-    if value < 0:
-        raise error
-    return value
-
-
 def get_args(words=None):
     """Parse the flags. words: a list instead of the command line."""
     p = common.new_parser(__doc__)
@@ -144,12 +130,12 @@ def get_args(words=None):
     flag("--measures", nargs="+", choices=MEASURES, metavar="MEASURE",
          help=f"measure these: {', '.join(MEASURES)} (default: "
          f"{', '.join(DEFAULT_MEASURES)}, and the folders that are given)")
-    flag("--eps", nargs="+", type=budget,
+    flag("--eps", nargs="+", type=common.fraction,
          help="budgets of the attacks, for example 8/255 or 0.031 (default: 1/255 2/255 "
          "4/255 8/255; with --preset paper 1/255 to 6/255)")
-    flag("--steps", type=common.positive,
+    flag("--steps", type=common.positive_int,
          help="steps of the attacks (default: see ATTACKS)")
-    flag("--limit", type=common.positive,
+    flag("--limit", type=common.positive_int,
          help="images per measure, the same for every model (default: all; fewer on "
          "shapes and for slow attacks)")
     flag("--preset", choices=PRESETS, default="default",
@@ -166,7 +152,7 @@ def get_args(words=None):
     flag("--data_dir",
          help="folder of the data (default: as in training); for imagenet, the folder "
          "that contains val/ with all or some classes")
-    flag("--image_size", type=common.positive,
+    flag("--image_size", type=common.positive_int,
          help="pixels per side for --model (default: as for --ckpt; without --ckpt 32 on "
          "shapes and cifar10, else 224)")
     flag("--corrupted_dir",
@@ -187,10 +173,10 @@ def get_args(words=None):
     flag("--out_dir",
          help="folder of results.jsonl (default: robust/ in the run folder of the first "
          "checkpoint; for a single file out/FILE/robust; for --model out/model/robust)")
-    flag("--batch_size", type=common.positive,
+    flag("--batch_size", type=common.positive_int,
          help="images per batch, which bounds the memory (default: depends on the image "
          "size; on a GPU also on the networks and the free memory)")
-    flag("--num_workers", type=common.natural, default=common.default_workers(),
+    flag("--num_workers", type=common.nonnegative_int, default=common.default_workers(),
          help="processes that decode images (default: %(default)s)")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)

@@ -50,9 +50,9 @@ def get_args():
                    "a file or a folder (default: %(default)s)")
     p.add_argument("--image",
                    help="look at this image or folder (default: a rendered scene)")
-    p.add_argument("--scene", type=common.natural,
+    p.add_argument("--scene", type=common.nonnegative_int,
                    help=f"render this test scene (default: {SCENE})")
-    p.add_argument("--noise", type=common.natural,
+    p.add_argument("--noise", type=common.nonnegative_int,
                    help="replace this many patches by noise (default: 6 in a rendered "
                    "scene, 0 in your image)")
     p.add_argument("--out",

@@ -60,8 +60,7 @@ NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
 
 def row_key(row, fields=KEY):
     """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
-    text = json.dumps([row.get(name) for name in fields], sort_keys=True)
-    return text.replace("Infinity", '"inf"')              # as in results.jsonl
+    return common.to_json([row.get(name) for name in fields], sort_keys=True)
 
 
 def read_rows(path):

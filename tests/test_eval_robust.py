@@ -362,8 +362,8 @@ def test_order_of_checkpoints_decides_nothing():
     ("--table r --out_dir o", "--out_dir: no effect with --table"),
     ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),
     ("--steps 0", "expected 1 or more"), ("--batch_size 0", "expected 1 or more"),
-    ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "such as 8/255"),
-    ("--eps=-1/255", "such as 8/255")])
+    ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "from 0 to 1"),
+    ("--eps=-1/255", "from 0 to 1")])
 def test_flags_without_effect_are_errors(words, expected):
     make_checkpoint()
     assert expected in refused(eval_robust, "--device cpu --ckpt m.pt", words)

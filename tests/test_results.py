@@ -89,7 +89,7 @@ def test_missing_and_cut_rows_name_their_file(tmp_path):
     whole = path.read_text()
     for cut in (20, 1):                                             # within the row; its end only
         path.write_text(whole[:-cut])
-        with pytest.raises(common.InputError, match="results.jsonl, line 2: .* not complete"):
+        with pytest.raises(common.InputError, match="results.jsonl, line 2: .* incomplete"):
             results.read_rows(tmp_path)
     path.write_text('{"step": 1}\n')
     with pytest.raises(common.InputError, match="no row of an evaluation"):
