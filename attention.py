@@ -1,5 +1,5 @@
 """All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled.
-And RPCA: robust PCA in the layer. Its line 4 shrinks singular values; RPC computes attention there.
+And RPCA, robust PCA in the layer: it shrinks singular values where RPC computes attention.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
 Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. This file imports PyTorch and
@@ -139,7 +139,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
-    # Always 1, (B, 1, N, 1). ones_like would become a constant of fixed size in an ONNX export.
+    # 1 per token, (B, 1, N, 1). Computed from per_token, because an ONNX export would give
+    # ones_like a fixed size.
     kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
         kept = kept * keep[:, None, :, None]                            # 0 for padding tokens

@@ -176,7 +176,8 @@ def share(text):
 def typed_flags(parser, words=None):
     """Return the names of the flags on the command line, a set. words: a list instead of it."""
     names = vars(parser.parse_args(words))
-    empty = argparse.Namespace(**dict.fromkeys(names))  # argparse sets no default over a value
+    # argparse sets a default only if the namespace lacks the name; here all names are None.
+    empty = argparse.Namespace(**dict.fromkeys(names))
     values = vars(parser.parse_args(words, empty))
     return {name for name, value in values.items() if value is not None}
 

@@ -495,7 +495,7 @@ def open_folder(path, classes, size, crop=0.875):
 def choose(n, name, args):
     """Choose the images of a measure: numbers from 0 to n - 1 in a random order, fixed by --seed.
 
-    The number of images cuts this order, so fewer images are the first of more images.
+    A smaller limit keeps the first images of a larger one.
     """
     limits = SCENE_LIMITS if args.data == "shapes" else SLOW_LIMITS
     limit = args.limit or limits.get(name, n)
@@ -635,6 +635,9 @@ def attack_as_paper(net, x, numbers, attack, clip):
     label that it attacks is the network's prediction for z. net: a ViT or FAN, which has .mean and
     .std.
     """
+    if not hasattr(net, "mean") or not hasattr(net, "std"):
+        raise InputError("--preset paper attacks normalised images; expected a network with the "
+                         "attributes mean and std, (3, 1, 1), as a ViT or FAN has")
     normalized = Normalized(net).eval()
     z = (x - net.mean) / net.std
     if clip:
@@ -820,7 +823,7 @@ def main():
         return
 
     args.rank, args.world, args.device = common.start_processes(args.device)
-    torch.backends.cudnn.allow_tf32 = False     # PyTorch's default rounds the inputs of convolutions
+    torch.backends.cudnn.allow_tf32 = False     # the default rounds the inputs of convolutions
     models = [load_model(path, args.device) for path in args.ckpt]
     if args.image_size:
         size = args.image_size

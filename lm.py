@@ -268,7 +268,7 @@ MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 Gi
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
 MIN_ROWS = 64                             # at least this many rows per chunk: each chunk computes a
                                           # gradient of all of W
-IGNORED = 2 ** 31                         # the target without a loss; no word has this id
+IGNORED = 2 ** 31                         # replaces PyTorch's -100, so that no target is ignored
 
 
 def linear_nll(h, W, b, t):

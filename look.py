@@ -192,7 +192,7 @@ def look_at_classifier(model, classes, image, noise, crop):
             if noise:
                 line += [f"{on:.2f}", f"{off:.2f}"]
             table.append(line)
-        if steps and noise:                                             # after the last step
+        if steps and noise and not hit.all():                           # after the last step
             if on > off:
                 word = "larger"
             elif on < off:

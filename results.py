@@ -157,7 +157,10 @@ def recipe(trained):
 
 
 def setting_text(name, value):
-    """Return the value of a setting in words. A change of pixel values is 2/255, if k/255."""
+    """Return the value of a setting in words.
+
+    eps and alpha are written as k/255 if k is a whole number: 2/255.
+    """
     if isinstance(value, list):
         return ",".join(map(str, value))
     if not isinstance(value, float):

@@ -68,6 +68,9 @@ class SegmenterConfig(ViTConfig):
         self.decoder_attn = self.decoder_attn or default_decoder(self.attn)
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
         check_choice("decoder_attn", self.decoder_attn, DECODER_ATTENTIONS)
+        if self.attn == "rpca" and self.decoder_attn == "rpc":
+            raise InputError("decoder_attn='rpc' with attn='rpca': the two have different settings "
+                             "lambd; expected symmetric or softmax")
         check_choice("architecture", self.architecture, ENCODERS)
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")

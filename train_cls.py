@@ -286,15 +286,21 @@ def load_weights(model, checkpoint, path):
     own = model.state_dict()
     weights = load_classifier(checkpoint).state_dict()
     # The position embeddings of a ViT are interpolated to another image size.
-    if "pos_embed" in own and weights["pos_embed"].shape != own["pos_embed"].shape:
+    both = "pos_embed" in own and "pos_embed" in weights
+    if both and weights["pos_embed"].shape != own["pos_embed"].shape:
         side = c.image_size // c.patch_size
         weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side),
                                                 "bicubic")
-    if len(weights["head.weight"]) != c.num_classes:
+    if len(weights.get("head.weight", ())) != c.num_classes:
         common.print0(f"{path}: the head for {c.num_classes} classes is new")
         for name in ("head.weight", "head.bias"):
             weights[name] = own[name]
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        _, first, *_ = str(error).splitlines()
+        raise InputError(f"--init_from {path} does not fit this network: {first.strip():.120}; use "
+                         f"its --model, --patch_size and --attn") from None
 
 
 def trained_images(init_checkpoint, args):

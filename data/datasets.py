@@ -41,7 +41,7 @@ def cifar10(part, args):
 
 def imagenet(part, args):
     return ImageTree(args.data_dir, folder_of(part), args.classes, args.image_size,
-                     train=part == "train", seed=args.seed)
+                     train=part == "train", seed=args.seed, crop=args.crop)
 
 
 def folder_of(part):

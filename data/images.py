@@ -400,7 +400,7 @@ class ImageTree(Dataset):
 
 
 def image_batches(dataset, pairs, num_workers=4, device="cpu"):
-    """Make a DataLoader of batches (images, labels, positions) on the CPU.
+    """Make a DataLoader of batches of what `dataset` returns for (position, index) on the CPU.
 
     pairs: an iterable of (position, index), (b,) int64 each. num_workers: processes; 0 loads the
     images in this process. device: the device that trains; for CUDA, the memory is pinned.

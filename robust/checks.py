@@ -181,17 +181,18 @@ def main():
     p = common.new_parser(__doc__)
     p.add_argument("--ckpt", nargs="+", required=True,
                    help="checkpoints of train_cls.py")
-    p.add_argument("--limit", type=int, default=64,
+    p.add_argument("--limit", type=common.positive_int, default=64,
                    help="number of test images (default: 64)")
     own = p.parse_args()
     # The evaluator's functions read its flags. One batch contains all images.
-    args = eval_robust.get_args(["--ckpt", *own.ckpt, "--batch_size", str(own.limit)])
+    limit = str(own.limit)
+    words = ["--ckpt", *own.ckpt, "--batch_size", limit, "--limit", limit]
+    args = eval_robust.get_args(words)
     args.rank, args.world, args.device = common.start_processes(None)
     models = [eval_robust.load_model(path, args.device) for path in own.ckpt]
     args = eval_robust.complete_flags(args, models)
     data = eval_robust.load_data(args, models)
-    index = eval_robust.choose(len(data.labels), "pgd", args)   # the images of the measure pgd
-    index = index[:own.limit]
+    index = eval_robust.choose(len(data.labels), "pgd", args)   # the first images of measure pgd
     x, labels, *_ = next(eval_robust.batches(data, index, args))        # the only batch
     twin = None
     for m in models:
