@@ -409,8 +409,8 @@ def main(argv=None):
                    help="number of test images (default: 300)")
     p.add_argument("--rows", type=Path, default=ROWS,
                    help="without --ckpt, print the rows of this file (default: the stored rows)")
-    p.add_argument("--one_line", action="store_true", help="measure S of one loop with line 4 of PAP "
-                   "and with line 4 of robust PCA; all else is equal")
+    p.add_argument("--one_line", action="store_true", help="measure S of one loop with line 4 of "
+                   "PAP and with line 4 of robust PCA; all else is equal")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     if not args.rows.is_file():
