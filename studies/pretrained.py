@@ -111,8 +111,8 @@ def import_packages():
     try:
         import safetensors.torch
         import tokenizers
-    except ModuleNotFoundError as error:
-        raise common.InputError(f"this command needs {error.name}; {INSTALL}") from None
+    except ModuleNotFoundError:
+        raise common.InputError(f"this command needs safetensors and tokenizers; {INSTALL}") from None
     return safetensors.torch, tokenizers
 
 
@@ -617,7 +617,9 @@ def main(argv=None):
          help="tokens per text (default: 64 and 128)")
     flag("--out", type=Path, help="append the rows of --weights to this file")
     args = p.parse_args(argv)
-    scipy_stats()                                       # the tables need scipy: check before work
+    if args.weights is not None:
+        import_packages()                               # check the packages before the work
+    scipy_stats()
     if args.weights is None:
         return print(tables(common.read_log(ROWS)))
     if args.texts is None:
