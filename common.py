@@ -33,8 +33,8 @@ from tqdm import tqdm  # noqa: E402
 
 LOG_EVERY = 20                          # steps between two rows of a run's log
 MIN_LR = 1e-5                           # the last learning rate of train_cls.py and train_seg.py
-# How the names of matrices end, to which weight decay applies: the weights of layers, a FAN's
-# temperature, S of Scaled Attention, and the two projections of Segmenter's decoder.
+# Weight decay applies to matrices whose names end in one of these words: the weights of layers,
+# a FAN's temperature, S of Scaled Attention, and the two projections of Segmenter's decoder.
 MATRICES = ("weight", "mlp.temperature", "learned.s", "proj_patch", "proj_classes")
 
 
@@ -619,11 +619,10 @@ def check_task(checkpoint, task, script):
 def resume(checkpoint, current, model, optimizer):
     """Load the checkpoint of --resume into the model and the optimiser.
 
-    current: {name: value} of this run, for what may not change. InputError if the checkpoint has
-    another value.
+    current: {name: value}, the settings and data that --resume must not change, for example
+    classes, batch_size and attn. InputError if the checkpoint has another value.
     """
-    # For example classes, batch_size and attn. The network's own settings count: if the flag
-    # --num_classes was not given, it is None.
+    # model_config comes last: in args, a flag that was not given is None.
     stored = checkpoint | checkpoint["args"] | checkpoint["model_config"]
     for name, value in current.items():
         if stored.get(name) != value:

@@ -227,7 +227,7 @@ class Model(NamedTuple):
     about: dict                          # fields of its rows: model (its name), checkpoint, ...
     classes: list = []                   # class names in the order of its logits; [] if unknown
     trained: dict = {}                   # the flags of its training; {} for other people's networks
-    crop: float | None = None            # of the images that chose best.pt; None if unknown
+    crop: float | None = None            # evaluation crop of its data set; None if unknown
     seen: list = []                      # hashes of the photos that its training used
 
 
@@ -462,9 +462,9 @@ def load_data(args, models):
 def data_flags(args, models, classes):
     """Return the flags for load_part; the order of the models does not matter.
 
-    They are the flags that all trainings share, for the loader of your own data set, and the flags
-    below. There are as many scenes as the training with the most scenes has. The photos have the
-    crop of the training, and the photos that a training used are left out.
+    First the flags with equal values in all trainings, because the loader of your own data set may
+    read them. The flags below replace them. num_images is the largest of all trainings, crop is as
+    in the training, and photos that a training used are left out.
     """
     trainings = [model.trained for model in models if model.trained]
     flags = {}

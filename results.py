@@ -236,9 +236,9 @@ def worst_row(row):
 def worst_cases(rows):
     """Yield rows with the worst case over attacks: an image must be right under every attack.
 
-    There is one row per model and budget with attacks of at least two names. Of each name, the rows
-    with the most images count. Attacks can have different numbers of images in the same order, so
-    the worst case uses the images that all attacks have: `images`.
+    There is one row per model and budget with attacks of at least two names. Per attack, only
+    the rows with the most images count. The worst case is over the images that all attacks share;
+    the field images is their number.
     """
     groups = {}                                           # {key without the attack: rows}
     for row in rows:

@@ -40,7 +40,7 @@ DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
 
 
 def default_decoder(attn):
-    """Return the decoder's attention for an encoder's attn, a name in DECODER_ATTENTIONS."""
+    """Return the decoder's attention, a name in DECODER_ATTENTIONS. attn: of the encoder."""
     if attn == "rpc":
         return "rpc"
     outside = layer_attention(attn, i=0, rpc_layers=())     # in layers without RPC-Attention

@@ -319,7 +319,7 @@ def trained_images(init_checkpoint, args):
                 raise InputError(f"--{name} {getattr(args, name)}: --init_from "
                                  f"{args.init_from} was trained with --{name} {value}, "
                                  f"so it may know held-out images; choose the same value")
-    seen = init_checkpoint.get("seen", [])
+    seen = init_checkpoint.get("seen", [])      # earlier versions have no "trained"
     return init_checkpoint.get("trained", seen)
 
 
@@ -333,7 +333,8 @@ def adversarial(model, compiled, images, targets, position, args):
     The attack needs gradients of the images only. So the weights are frozen; otherwise the compiled
     backward pass would compute their gradients, too. The model is in eval mode, without drop path.
     """
-    def logits(x):                      # pgd would reject `compiled`, because it is in train mode
+    # The wrapper of torch.compile has a train mode of its own, which pgd would reject.
+    def logits(x):
         return compiled(x)
 
     trained = [p for p in model.parameters() if p.requires_grad]

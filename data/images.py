@@ -203,13 +203,15 @@ def _hash_version(path, size, time):
 def choose_part(groups, part, name, content):
     """Return the files of one part of your own data: "train", "val", "test" or "all".
 
-    groups: {folder: {class: [file]}}, with the folders of `part_folders`. If there is a folder
-    test/, its files are the part test; the same holds for val/. If there is val/ but no test/, the
-    files in val/ are the part test. A part without a folder gets a tenth of the files in train/ (or
-    in the only folder): a hash of name(file) orders the files of a class; the first tenth becomes
-    test and the last tenth val, at least one file each. So a new file moves at most one other file
-    into or out of each part. Files with an equal content(file) count once, and go into one part.
+    groups: {folder: {class: [file]}}, with the folders of `part_folders`.
+    "test": the folder test/, else val/, else a tenth of the files to divide.
+    "val": the folder val/ if there is also test/, else a tenth of the files to divide.
+    "train": all other files to divide, which are those in train/, or in the only folder.
     "all": the files of test, if it has a folder, else all files.
+
+    A hash of name(file) orders the files of a class; the first tenth becomes test and the last
+    tenth val, at least one file each. So a new file moves at most one other file into or out of
+    each part. Files with an equal content(file) count once, and go into one part.
     """
     listed = {folder: sum(classes.values(), []) for folder, classes in groups.items()}
     test = listed.get("test")

@@ -207,7 +207,9 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
         groups[part] = {"": files}
         annotations += [annotation for _, annotation in files]
     values, palette = read_values(annotations, rules)
-    must_match = False                          # whether every class must occur in the masks
+    # Whether every class must occur in the masks: in a training; and in masks of 0 and 255 for a
+    # network without rules, because there 255 is class 1.
+    must_match = False
     if rules is None:
         rules = new_rules(values, palette)
         must_match = not classes or values == {0, IGNORE}

@@ -17,8 +17,8 @@ from data.rng import SCENE, SCENE_NOISE, uniform
 def fold(x, y, n):
     """Fold the plane onto half a wedge, so that a figure there is repeated in 2 n half wedges.
 
-    n equal wedges fill the plane. The first lies around the positive y axis; its half with x >= 0
-    is where all points move.
+    n equal wedges fill the plane. The first lies around the positive y axis. All points move to
+    its half with x >= 0.
     """
     wedge = 2 * math.pi / n
     r = torch.hypot(x, y)
@@ -131,7 +131,7 @@ COLUMNS = (                                 # the random numbers of a layer
     "luminance", "saturation", "hue", "similar hue", "darker",
     "scale", "place 1", "place 2", "turn", "stretch",
     "texture angle", "texture frequency", "texture",
-    "class",                                # of the background, which has none: amount of noise
+    "class",                                # the background has no class: its amount of noise
 )
 
 

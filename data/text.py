@@ -107,7 +107,7 @@ def load_corpus(folder):
 # --- other texts, written as token files ----------------------------------------------------------
 
 def is_text_file(data_dir):
-    """Return whether --data_dir is a text file, not a folder of token files and not missing."""
+    """Return whether --data_dir was given and is no folder."""
     return bool(data_dir) and not Path(data_dir).is_dir()
 
 

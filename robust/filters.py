@@ -30,7 +30,7 @@ def gaussian(radius, sigma):
 def disk(radius, sigma):
     """Return a disk-shaped kernel whose edge is smoothed by a small Gaussian, (side, side) float64.
 
-    The sum is 1.013 for radius 8 and 1.011 for 10, as in the source.
+    The sum is 1.013 for radius 8 and 1.011 for 10, as in the source; else 1 up to rounding.
     """
     half, edge = (8, 1) if radius <= 8 else (radius, 2)
     side = 2 * half + 1
