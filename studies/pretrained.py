@@ -112,7 +112,8 @@ def import_packages():
         import safetensors.torch
         import tokenizers
     except ModuleNotFoundError:
-        raise common.InputError(f"this command needs safetensors and tokenizers; {INSTALL}") from None
+        needs = "this command needs safetensors and tokenizers"
+        raise common.InputError(f"{needs}; {INSTALL}") from None
     return safetensors.torch, tokenizers
 
 

@@ -286,11 +286,11 @@ EXERCISES = {
     1: Exercise("1_centred_query.py", "So attention can be textbook kernel PCA exactly: the shift "
                 "is one vector per head, and the next bias of the network can undo it.",
                 "centred_query", centred_query),
-    2: Exercise("2_negative_j.py", "So J < 0 for any network with large values: the paper's falling "
-                "J may show only that outputs grow. In our trained network J is -5.1.",
+    2: Exercise("2_negative_j.py", "So J < 0 for any network with large values: the paper's "
+                "falling J may show only that outputs grow. In our trained network J is -5.1.",
                 "values", negative_j),
-    3: Exercise("3_doubled_keys.py", "lambda * mu has the wrong unit: the same picture with keys of "
-                "another length gets another S.", measure=measure_doubled_keys),
+    3: Exercise("3_doubled_keys.py", "lambda * mu has the wrong unit: the same picture with keys "
+                "of another length gets another S.", measure=measure_doubled_keys),
     4: Exercise("4_predict.py", "The S of RPC-Attention follows the length of the key; real robust "
                 "PCA finds the damage. In eight other networks the AUC of RPC's S for attacked "
                 "patches is 0.59 on average (0.50 to 0.72).", measure=measure_auc),
@@ -306,14 +306,14 @@ EXERCISES = {
     8: Exercise("8_lambda.py", "lambda decides how soft attention is: with lambda = 0 the layer is "
                 "the plain average of all values, whatever the image shows.",
                 measure=measure_lambda),
-    9: Exercise("9_pap.py", "You have written RPC-Attention. Replace the line of L by singular value "
-                "shrinkage, and you have robust PCA.", "pap", pap),
+    9: Exercise("9_pap.py", "You have written RPC-Attention. Robust PCA shrinks singular values "
+                "in the line of L; its order, sign and threshold differ, too.", "pap", pap),
     10: Exercise("10_publish.py", "Every attack gives an upper bound of the robustness, so publish "
                  "the lowest, and name the attack. With one step this network looks 1.8 times as "
                  "robust as with 20 steps.", measure=measure_steps),
     11: Exercise("11_pairs.py", "RPC minus symmetric at 2/255: -3.8 points (-5.4 to -2.3): real. "
-                 "Softmax minus symmetric at 4/255: +0.9 points (-10.6 to +12.5): not real, although "
-                 "the first seed alone gives +9.3.", "paired_interval", paired_interval),
+                 "Softmax minus symmetric at 4/255: +0.9 points (-10.6 to +12.5): not real, "
+                 "although the first seed alone gives +9.3.", "paired_interval", paired_interval),
 }
 
 
