@@ -135,7 +135,7 @@ def save(figure, name, **numbers):
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / f"{name}.svg", transparent=True, metadata=dict(Date=None))
     drawn = (out / f"{name}.svg").read_text(encoding="utf-8")
-    drawn = drawn.replace("#000000", "currentColor")                # black becomes the page's colour
+    drawn = drawn.replace("#000000", "currentColor")            # black becomes the page's colour
     drawn = drawn.replace("<svg ", '<svg fill="currentColor" ', 1)
     (out / f"{name}.svg").write_text(drawn, encoding="utf-8")
     figure.savefig(out / f"{name}.png")
