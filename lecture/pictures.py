@@ -264,7 +264,7 @@ def draw_ruler():
         whole.plot({**at, "exact": 1}[name], 0, "o", color=COLOUR["softmax"], markersize=9,
                    fillstyle="full" if name == "trained" else "none")
         whole.text(x, y, said, ha=side)
-    whole.set(xlim=(0, 1.02), xlabel="cosine of a and G\u0303a")
+    whole.set(xlim=(0, 1.02), xlabel="cosine of b and G\u0303b")
     for ax, ends in ((whole, (at["random matrix"], at["best linear"])), (part, (0, 100))):
         # the lower ruler enlarges this part; half transparent, so that it suits a dark page
         ax.axvspan(*ends, color="0.5", alpha=0.25, linewidth=0, zorder=0)
@@ -694,7 +694,7 @@ def draw_values():
     random, found = torch.Generator().manual_seed(0), {}
 
     def scores(values, axes, theory):
-        """Return cosine of a and G\u0303a, and CKA with Theorem 1's values, per head: (2, H)."""
+        """Return cosine of b and G\u0303b, and CKA with Theorem 1's values, per head: (2, H)."""
         a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
         cosine = kpca.eigen_cosine(axes, a).nanmean((0, 2))
         return torch.stack([cosine, cka(values, theory).mean(0)])
@@ -731,7 +731,7 @@ def draw_values():
     for name, (aside, style) in looks.items():
         cosines.plot(torch.arange(8) + aside, found[name][0], label=name,
                      **dict(linestyle="") | style)
-    cosines.set(title="cosine of a and G\u0303a", ylim=(0, 1.05))
+    cosines.set(title="cosine of b and G\u0303b", ylim=(0, 1.05))
     terms.semilogy(found["h2"], "o", color=COLOUR["softmax"], markersize=9)
     terms.semilogy(found["phi2"], "D", color="black", fillstyle="none", markersize=8)
     terms.text(0, 1, "|h|\u00b2")

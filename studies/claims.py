@@ -31,7 +31,7 @@ import numpy as np
 
 import common
 from studies import (arms, kernel_pca, language, line, perfect_s, pretrained, pro_attention,
-                     probe, where_is_s)
+                     probe, robust_pca, where_is_s)
 from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
                            spread)
 
@@ -374,6 +374,20 @@ def contrast(arm, kind, condition, base, what="difference"):
     return described(d, what, p, 16)
 
 
+def rpca(pair, measure, what="difference"):
+    """Describe the difference of two arms of studies.robust_pca, "arm - baseline".
+
+    what: see `described`; "arm" and "baseline" return the mean accuracies.
+    """
+    found = robust_pca.read_rows()
+    arm, base = pair.split(" - ")
+    if what in ("arm", "baseline"):
+        values = found[measure][arm if what == "arm" else base].values()
+        return f"{np.mean([x.mean() for x in values]):.1f}"
+    p = robust_pca.primary_p(found).get((measure, arm, base), math.nan)
+    return described(robust_pca.gap(found, measure, arm, base), what, p, 6)
+
+
 @cache
 def pretrained_rows():
     return pretrained.Rows(rows_of("pretrained/rows.jsonl"))
@@ -448,8 +462,8 @@ def pro(variant, measure, baseline=""):
 FUNCTIONS = {f.__name__: f for f in (gap, on_those, setting, most_fooled, judged_as, rule, off,
                                      apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
                                      chosen, nats, beyond, where, where_gap, perfect,
-                                     perfect_trained, contrast, real, paper, lm_gap, lm_perplexity,
-                                     pro)}
+                                     perfect_trained, contrast, rpca, real, paper, lm_gap,
+                                     lm_perplexity, pro)}
 
 
 def value(expression):
