@@ -3,6 +3,7 @@
     python -m studies.robust_pca                                  # tables of the stored rows
     python -m studies.robust_pca --arms symmetric rpca-4 --seeds 70    # trains, measures, appends
     python -m studies.robust_pca --measure out/robust_pca/rpca-4_s70   # measures, and prints
+    python -m studies.robust_pca --cost                           # time and memory, in turn
 
 PAP, the loop of RPC-Attention, replaces one line of robust PCA by attention. `--attn rpca` has the
 real line (attention.py). Each arm is a kind of network; the controls have parts of `rpca` only. The
@@ -15,7 +16,10 @@ import base64
 import json
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -32,12 +36,14 @@ from robust.attacks import pgd
 from robust.autoattack import square
 from robust.corruptions import NAMES, corrupt
 from robust.patches import corrupt_patches
-from studies import probe
+from studies import cost, probe
 from studies.stats import NONE, crossed, holm, show, show_p, spread
 from studies.where_is_s import auc, location
+from vit import SIZES, ViT, ViTConfig
 
 FOLDER = Path(__file__).parent / "results/robust_pca"
 ROWS = FOLDER / "rows.jsonl"
+COSTS = FOLDER / "cost.jsonl"
 OUT = Path("out/robust_pca")
 KINDS = ("noise", "gaussian", "pixels", "white", "black", "adversarial")
 EPS = 2 / 255
@@ -268,6 +274,54 @@ def measure(folder):
                 trained=checkpoint["args"], **common.origin(torch.device("cpu")))
 
 
+# --- cost -----------------------------------------------------------------------------------------
+
+def build(arm):
+    """Return an untrained network of an arm: ViT-nano at 32 px, 10 classes."""
+    settings = dict(ARMS[arm])
+    config = dict(SIZES["nano"], image_size=32, patch_size=4, num_classes=10,
+                  attn=settings.pop("attn"))
+    if settings.pop("rpc_layers", None) == "all":
+        config["rpc_layers"] = range(config["depth"])
+    return ViT(ViTConfig(**config, pap=settings))
+
+
+def cost_rows(batch_size=64, rounds=21):
+    """Time a training step and an evaluation of each arm, in turn, by the CPU clock.
+
+    Returns one row per arm: the median over rounds of the ratio to symmetric, the milliseconds per
+    batch, and the MB per image that autograd keeps for the backward pass.
+    """
+    device = torch.device("cpu")
+    nets = {arm: build(arm) for arm in ARMS}
+    images = torch.rand(batch_size, 3, 32, 32)
+    steps = {}
+    for arm, net in nets.items():
+        for what in cost.STEPS:
+            steps[arm, what] = partial(cost.take, what, net, images)
+    times = cost.alternate(SimpleNamespace(clock="cpu", rounds=rounds), device, steps)
+    rows = []
+    for arm, net in nets.items():
+        row = dict(arm=arm, batch_size=batch_size, kept_mb=cost.kept(net, images[:1]) / cost.MB)
+        for what in cost.STEPS:
+            own = times[arm, what]
+            base = times["symmetric", what]
+            row[f"{what}_ms"] = 1000 * median(own)
+            row[f"{what}_ratio"] = median(x / y for x, y in zip(own, base))
+        rows.append(row | common.origin(device))
+    return rows
+
+
+def cost_table(rows):
+    """Format the costs: one row per arm."""
+    body = []
+    for row in rows:
+        body.append([row["arm"], f"{row['train_ratio']:.2f}", f"{row['test_ratio']:.2f}",
+                     f"{row['train_ms']:.1f}", f"{row['test_ms']:.1f}", f"{row['kept_mb']:.2f}"])
+    return common.table(body, ["arm", "training step : symmetric", "evaluation : symmetric",
+                               "training step, ms", "evaluation, ms", "kept MB per image"])
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 def read_rows(path=ROWS):
@@ -351,6 +405,7 @@ def main(argv=None):
     flag("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="arms (default: all)")
     flag("--seeds", nargs="+", type=int, default=[], help="train and measure these seeds")
     flag("--measure", nargs="+", default=[], help="measure these folders <arm>_s<seed>")
+    flag("--cost", action="store_true", help="time every arm; replaces cost.jsonl")
     flag("--rows", type=Path, default=ROWS, help="file of the rows (default: the stored rows)")
     args = p.parse_args(argv)
 
@@ -364,9 +419,16 @@ def main(argv=None):
         print(json.dumps({name: unpacked(text).mean() for name, text in row["right"].items()}))
         print(json.dumps(row["auc"]))
 
+    if args.cost:
+        costs = cost_rows()
+        COSTS.write_text("")
+        for row in costs:
+            common.append_row(COSTS, row)
+
     rows = common.read_log(args.rows)
     found = read_rows(args.rows)
     print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n\n{area_table(rows)}")
+    print(f"\n{cost_table(common.read_log(COSTS))}")
 
 
 if __name__ == "__main__":
