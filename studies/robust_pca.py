@@ -356,15 +356,16 @@ def primary_p(found):
 
 
 def accuracy_table(found):
-    """Format accuracies: one row per measure, one column per arm."""
+    """Format accuracies: one row per measure, one column per arm that was measured."""
+    arms = [arm for arm in ARMS if arm in found["clean"]]
     body = []
     for name, of in found.items():
         cells = []
-        for arm in ARMS:
+        for arm in arms:
             values = [x.mean() for x in of.get(arm, {}).values()]
             cells.append(f"{spread(values)} ({len(values)})" if values else "")
         body.append([name, *cells])
-    return common.table(body, ["accuracy in %, mean ± sd (seeds)", *ARMS])
+    return common.table(body, ["accuracy in %, mean ± sd (seeds)", *arms])
 
 
 def difference_table(found):
@@ -374,6 +375,8 @@ def difference_table(found):
     p = primary_p(found)
     body = []
     for arm, base in pairs:
+        if not {arm, base} <= found["clean"].keys():
+            continue
         cells = []
         for name in found:
             key = (name, arm, base)
@@ -427,8 +430,10 @@ def main(argv=None):
 
     rows = common.read_log(args.rows)
     found = read_rows(args.rows)
-    print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n\n{area_table(rows)}")
-    print(f"\n{cost_table(common.read_log(COSTS))}")
+    if rows:
+        print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n\n{area_table(rows)}\n")
+    if COSTS.exists():
+        print(cost_table(common.read_log(COSTS)))
 
 
 if __name__ == "__main__":
