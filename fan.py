@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from attention import SelfAttention, layer_attention, softmax_attention
-from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
+from common import InputError
+from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, outside_attention
 
 FAN_SIZES = {                                                  # parameters at 224 px
     "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
@@ -28,8 +29,17 @@ FAN_SIZES = {                                                  # parameters at 2
 
 
 class FANConfig(ViTConfig):
-    """Settings of a FAN. patch_size: 2, 4, 8 or 16. drop_path: the rate of every block."""
-    family = "fan "                   # begins the network's name in tables: "fan symmetric"
+    """Settings of a FAN. patch_size: 2, 4, 8 or 16.
+
+    drop_path: the rate in all blocks of patch tokens. The two class blocks drop nothing.
+    """
+    family = "fan "                   # not a setting: begins the name in tables, "fan symmetric"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch_size not in (2, 4, 8, 16):
+            raise InputError(f"patch_size={self.patch_size}: a FAN has 2, 4, 8 or 16, because each "
+                             f"convolution of its stem halves the sides of the image")
 
     @property
     def num_tokens(self):             # N in the blocks: one token per patch
@@ -50,7 +60,7 @@ def stem(patch_size, dim):
         conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         layers += [nn.Sequential(conv, nn.BatchNorm2d(outputs)), nn.GELU()]
         inputs = outputs
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers[:-1])                      # without a GELU at the end
 
 
 POSITION_SIZE = 32                                          # sines and cosines per row or column
@@ -111,6 +121,7 @@ class ConvMlp(Mlp):
     def __init__(self, dim, hidden_dim):
         super().__init__(dim, hidden_dim)
         self.gamma = nn.Parameter(torch.ones(hidden_dim))
+
         def depthwise():
             return nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
@@ -177,10 +188,10 @@ class ClassAttention(nn.Module):
 class FANBlock(Block):
     """Pre-norm block that scales the outputs of attention and MLP per channel (gamma)."""
 
-    def __init__(self, c, attn, mlp):
-        super().__init__(c.embed_dim, attn, mlp, c.drop_path, c.eps)
-        self.gamma1 = nn.Parameter(torch.ones(c.embed_dim))
-        self.gamma2 = nn.Parameter(torch.ones(c.embed_dim))
+    def __init__(self, dim, attn, mlp, drop_path=0.0, eps=1e-6):
+        super().__init__(dim, attn, mlp, drop_path, eps)
+        self.gamma1 = nn.Parameter(torch.ones(dim))
+        self.gamma2 = nn.Parameter(torch.ones(dim))
 
     def forward(self, x):
         x = x + self.drop_samples(self.gamma1 * self.attn(self.norm1(x)))
@@ -191,7 +202,7 @@ class ClassBlock(FANBlock):
     """Block whose attention and MLP change the class token, (B, N + 1, C) in and out.
 
     As in NVlabs/FAN, the patch tokens change, too: the norms change them, norm1(x) is added to
-    them, and the last line doubles them.
+    them, and the last line doubles them. There is no drop path.
     """
 
     def forward(self, x):
@@ -217,13 +228,19 @@ class FAN(ViT):
         for i in range(c.depth):
             name = layer_attention(c.attn, i, c.rpc_layers)
             attn = TokenAttention(C, H, name, pap=c.pap, num_tokens=c.num_tokens)
-            self.blocks.append(FANBlock(c, attn, ChannelGate(C, H, hidden)))
+            mlp = ChannelGate(C, H, hidden)
+            self.blocks.append(FANBlock(C, attn, mlp, c.drop_path, c.eps))
         # The class token has the attention of the layers without RPC-Attention.
-        symmetric = layer_attention(c.attn, i=0, rpc_layers=()) == "symmetric"
+        symmetric = outside_attention(c.attn) == "symmetric"
         self.cls_attn_blocks = nn.ModuleList()
         for _ in range(2):
             attn = ClassAttention(C, H, symmetric)
-            self.cls_attn_blocks.append(ClassBlock(c, attn, Mlp(C, hidden)))
+            mlp = Mlp(C, hidden)
+            self.cls_attn_blocks.append(ClassBlock(C, attn, mlp, eps=c.eps))
+
+    def init_tokens(self):
+        """Draw the class token. The position embeddings keep the weights of their projection."""
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def run_blocks(self, x, pos_embed):
         """Compute the patch tokens after the last block: normalised (B, 3, h, h) -> (B, N, C)."""
@@ -234,7 +251,8 @@ class FAN(ViT):
 
     def forward(self, images):
         x = self.run_blocks(self.normalise(images), self.pos_embed())       # (B, N, C)
-        x = torch.cat([self.cls_token[0].expand(x.shape[0], -1, -1), x], 1)
+        cls = self.cls_token[0].expand(x.shape[0], -1, -1)      # [0] as in ViT.run_blocks
+        x = torch.cat([cls, x], 1)
         for block in self.cls_attn_blocks:
             x = block(x)
         return self.head(self.norm(x)[:, 0])                    # the head reads the class token

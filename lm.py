@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
-                       default_settings, layer_attention)
+from attention import SelfAttention, layer_attention
 from common import InputError, check_task, wide
+from vit import complete_attention
 
 LM_SIZES = {
     # trains in minutes on a CPU
@@ -33,6 +33,12 @@ LM_SIZES = {
     # 44,018,394 parameters
     "paper": dict(context=256, embed_dim=128, depth=16, num_heads=8, mlp_dim=2048),
 }
+# Constants of the output layer.
+MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 GiB in float32
+CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
+MIN_ROWS = 64                             # at least this many rows per chunk: each chunk computes a
+                                          # gradient of all of W
+IGNORED = 2 ** 31                         # replaces PyTorch's -100, so that no target is ignored
 
 
 @dataclass
@@ -55,14 +61,9 @@ class LMConfig:
                                       # (20000, 40000, 200000); (): softmax over all words
 
     def __post_init__(self):
-        in_some_layers = self.attn in LAYER_PATTERNS
-        self.rpc_layers = tuple(sorted(self.rpc_layers)) if in_some_layers else ()
-        self.cutoffs = tuple(self.cutoffs)
-        check_choice("attn", self.attn, ATTENTIONS | LAYER_PATTERNS)
-        self.pap = default_settings(self.attn) | dict(mu_over="seen") | self.pap
-        if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
-                             f"0..{self.depth - 1}")
+        self.pap = dict(mu_over="seen") | self.pap
+        complete_attention(self)
+        self.cutoffs = tuple(self.cutoffs)              # equal configs, also if made from lists
 
     @property
     def reads_the_future(self):       # mean|k| runs over all tokens, also later ones
@@ -106,18 +107,20 @@ class LM(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        c = self.config = config
+        self.config = config
+        c = config
         self.adaptive = AdaptiveSoftmax(c.cutoffs, c.embed_dim) if c.cutoffs else None
         self.embed = nn.Embedding(c.vocab_size, c.embed_dim)
         positions = sinusoids(c.context, c.embed_dim)
         self.register_buffer("positions", positions, persistent=False)
         self.drop = nn.Dropout(c.dropout)
 
-        self.blocks = nn.ModuleList(
-            Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout,
-                  attn=layer_attention(c.attn, i, c.rpc_layers), pap=c.pap, causal=True,
-                  num_tokens=c.context, qkv_bias=False, proj_bias=False)
-            for i in range(c.depth))
+        self.blocks = nn.ModuleList()
+        for i in range(c.depth):
+            name = layer_attention(c.attn, i, c.rpc_layers)
+            block = Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, attn=name, pap=c.pap,
+                          causal=True, num_tokens=c.context, qkv_bias=False, proj_bias=False)
+            self.blocks.append(block)
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
         # Draw weights with std 0.02, and mean 1 in norms, else 0. Biases are 0. Parameters that an
         # attention defines itself, such as S of Scaled Attention, stay unchanged.
@@ -125,7 +128,9 @@ class LM(nn.Module):
             if isinstance(m, AdaptiveSoftmax):
                 nn.init.normal_(m.cluster_weight, 0.0, 0.02)
             elif isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm)):
-                mean = 1.0 if isinstance(m, nn.LayerNorm) else 0.0
+                mean = 0.0
+                if isinstance(m, nn.LayerNorm):
+                    mean = 1.0
                 nn.init.normal_(m.weight, mean, 0.02)
                 if getattr(m, "bias", None) is not None:        # an Embedding has no bias
                     nn.init.zeros_(m.bias)
@@ -196,6 +201,9 @@ def depends_on_later_words(model):
     S is not zero, which can need some training.)
     """
     c = model.config
+    if c.context < 2:
+        raise InputError(f"context={c.context}, expected 2 tokens or more: with 1 token there is "
+                         f"no earlier word to attend to")
     half = c.context // 2
     generator = torch.Generator().manual_seed(0)        # leaves PyTorch's own generator alone
     text = torch.randint(c.vocab_size, (2, c.context), generator=generator)
@@ -251,8 +259,8 @@ class AdaptiveSoftmax(nn.Module):
         sizes = [(cluster == i).sum() for i in range(1 + len(tails))]
         sizes = torch.stack(sizes).tolist()
         _, *rows = cluster.argsort(stable=True).split(sizes)
-        for low, (W, b), r in zip(self.cutoffs, tails, rows):
-            tail = chunked_nll(h.index_select(0, r), W, b, t[r] - low)
+        for low, (tail_W, tail_b), r in zip(self.cutoffs, tails, rows):
+            tail = chunked_nll(h.index_select(0, r), tail_W, tail_b, t[r] - low)
             nll = nll.index_add(0, r, tail)
         return nll.view(targets.shape)
 
@@ -262,13 +270,6 @@ class AdaptiveSoftmax(nn.Module):
                         for W, b in self.layers(weight, bias))
         tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
-
-
-MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 GiB in float32
-CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
-MIN_ROWS = 64                             # at least this many rows per chunk: each chunk computes a
-                                          # gradient of all of W
-IGNORED = 2 ** 31                         # replaces PyTorch's -100, so that no target is ignored
 
 
 def linear_nll(h, W, b, t):
@@ -289,7 +290,9 @@ def chunked_nll(h, W, b, t):
     The logits of one batch of the paper take 26 GB. This function computes them in chunks of rows,
     and again in the backward pass. N may be 0.
     """
-    def nll(h, t):      # autocast casts W in here, so gradients of W are summed in float32
+    # W is cast inside the checkpoint, so each chunk returns a gradient in W's own dtype. The
+    # gradients of all chunks are then summed in float32, not in bf16.
+    def nll(h, t):
         return linear_nll(h, W, b, t)
 
     size = max(CHUNK.get(h.device.type, CHUNK["cuda"]) // len(W), MIN_ROWS)

@@ -29,11 +29,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from attention import SelfAttention, check_choice, layer_attention
+from attention import SelfAttention, check_choice
 from common import InputError, bar, check_task, wide
 from data.masks import IGNORE, resize, scaled_size
 from fan import FAN, FAN_SIZES
-from vit import SIZES, Block, Mlp, ViT, ViTConfig, model_classes, resize_pos_embed
+from vit import (SIZES, Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
+                 model_classes, outside_attention, resize_pos_embed)
 
 ENCODER_SIZES = SIZES | FAN_SIZES
 DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
@@ -43,7 +44,7 @@ def default_decoder(attn):
     """Return the decoder's attention, a name in DECODER_ATTENTIONS. attn: of the encoder."""
     if attn == "rpc":
         return "rpc"
-    outside = layer_attention(attn, i=0, rpc_layers=())     # in layers without RPC-Attention
+    outside = outside_attention(attn)
     return outside if outside in DECODER_ATTENTIONS else "softmax"
 
 
@@ -71,13 +72,13 @@ class SegmenterConfig(ViTConfig):
         if self.attn == "rpca" and self.decoder_attn == "rpc":
             raise InputError("decoder_attn='rpc' with attn='rpca': the two have different settings "
                              "lambd; expected symmetric or softmax")
-        check_choice("architecture", self.architecture, ENCODERS)
+        check_choice("architecture", self.architecture, ("vit", "fan"))
         if not 2 <= self.num_classes <= IGNORE:
             raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")
 
     @property
-    def encoder(self):
-        """The config of the encoder, a ViTConfig or FANConfig without a head."""
+    def encoder_config(self):
+        """The encoder's settings, a ViTConfig or FANConfig without a head."""
         settings = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
         settings["num_classes"] = 0
         _, Config = model_classes(self.architecture)
@@ -159,7 +160,7 @@ class MaskDecoder(nn.Module):
 
     def forward(self, x):
         B, n, _ = x.shape
-        classes = self.cls_emb[0].expand(B, -1, -1)
+        classes = self.cls_emb[0].expand(B, -1, -1)                 # [0] as in ViT.run_blocks
         x = torch.cat([self.proj_dec(x), classes], 1)               # (B, n + K, C)
         for block in self.blocks:
             x = block(x)
@@ -177,14 +178,12 @@ class Segmenter(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.encoder = ENCODERS[config.architecture](config.encoder)
+        Encoder = ENCODERS[config.architecture]
+        self.encoder = Encoder(config.encoder_config)
         self.decoder = MaskDecoder(config)
-        for m in self.decoder.modules():
-            if isinstance(m, nn.Linear):
-                nn.init.trunc_normal_(m.weight, std=0.02)
-                nn.init.zeros_(m.bias)
+        init_linear_layers(self.decoder)
 
-    def masks(self, images):
+    def patch_logits(self, images):
         """Return one logit per class and patch, (B, K, ceil(h/P), ceil(w/P)), float32 or wider."""
         if not images.is_floating_point():
             raise ValueError(f"images are {images.dtype}, expected float in [0, 1]")
@@ -199,8 +198,8 @@ class Segmenter(nn.Module):
 
     def forward(self, images):
         h, w = images.shape[2:]
-        logits = F.interpolate(self.masks(images), scale_factor=self.config.patch_size,
-                               mode="bilinear", align_corners=False)
+        logits = F.interpolate(self.patch_logits(images), mode="bilinear",
+                               scale_factor=self.config.patch_size, align_corners=False)
         return logits[..., :h, :w]
 
 
@@ -247,13 +246,14 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
     places = [(slice(top, top + window), slice(left, left + window))
               for top, left in corners]
     crops = torch.stack([x[:, rows, columns] for rows, columns in places])
-    masks = torch.cat([model.masks(part) for part in crops.split(batch_size)])
-    logits = masks.new_zeros(masks.shape[1], h, w)
-    count = masks.new_zeros(h, w)
-    for mask, (rows, columns) in zip(masks, places):
-        logits[:, rows, columns] += resize(mask, (window, window))
+    crop_logits = [model.patch_logits(part) for part in crops.split(batch_size)]
+    crop_logits = torch.cat(crop_logits)                        # (windows, K, window/P, window/P)
+    total = crop_logits.new_zeros(crop_logits.shape[1], h, w)
+    count = crop_logits.new_zeros(h, w)
+    for logits, (rows, columns) in zip(crop_logits, places):
+        total[:, rows, columns] += resize(logits, (window, window))
         count[rows, columns] += 1
-    return resize(logits / count, image.shape[1:]).argmax(0)
+    return resize(total / count, image.shape[1:]).argmax(0)
 
 
 # --- scores on a data set -------------------------------------------------------------------------
@@ -273,7 +273,7 @@ def confusion(prediction, truth, num_classes):
     return pairs.view(num_classes, -1)
 
 
-def scores(confusion):
+def scores(matrix):
     """Compute the scores of a data set, in per cent, from its confusion matrix (K, K).
 
     Returns a dict of numbers, rounded to 4 decimals:
@@ -284,7 +284,7 @@ def scores(confusion):
     def plain(numbers):
         return [None if math.isnan(x) else round(x, 4) for x in numbers.tolist()]
 
-    m = confusion.cpu().double()                          # mps has no float64
+    m = matrix.cpu().double()                             # mps has no float64
     right = m.diagonal()
     truth = m.sum(1)
     predicted = m.sum(0)
@@ -297,17 +297,17 @@ def scores(confusion):
 
 
 @torch.no_grad()
-def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0, rank=0,
-             world=1, progress=None, **windows):
+def evaluate(model, source, *, size, window, stride, index=None, change=None, amp=False,
+             num_workers=0, rank=0, world=1, progress=None):
     """Evaluate a Segmenter on a data set. Returns `scores`.
 
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
-    0, and 255 is ignored. index: numbers i of the images to use (default: all). change: a function
-    that corrupts an image before it is resized: change(images, [i]) takes image i of source,
-    (1, 3, H, W) uint8, and returns the same shape and type. amp: compute in bf16. num_workers:
-    decoding processes. rank, world: each process evaluates its share of the images, and returns the
-    scores on all images. progress: text of the progress bar. windows: size, window and stride of
-    predict_classes.
+    0, and 255 is ignored. size, window, stride: see predict_classes. index: numbers i of the images
+    to use (default: all). change: a function that corrupts an image before it is resized:
+    change(images, [i]) takes image i of source, (1, 3, H, W) uint8, and returns the same shape and
+    type. amp: compute in bf16. num_workers: decoding processes. rank, world: each process evaluates
+    its share of the images, and returns the scores on all images. progress: text of the progress
+    bar.
     """
     if index is None:
         index = range(len(source))
@@ -324,7 +324,7 @@ def evaluate(model, source, *, index=None, change=None, amp=False, num_workers=0
         if change:
             image = change(image[None], [i])[0]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            classes = predict_classes(model, image, **windows)
+            classes = predict_classes(model, image, size=size, window=window, stride=stride)
         matrix += confusion(classes, label.to(device), K)
     model.train(training)
     if dist.is_initialized():
@@ -372,10 +372,7 @@ def load_encoder(model, classifier, path):
                          f"for random weights")
 
     left_out = model.encoder.left_out
-    state = {name: weight for name, weight in classifier.state_dict().items()
-             if name.split(".")[0] not in left_out}
-    side = model.config.image_size // model.config.patch_size
-    # The position embeddings of a ViT are interpolated to another image size.
-    if "pos_embed" in state and state["pos_embed"].shape[1] != 1 + side * side:
-        state["pos_embed"] = resize_pos_embed(state["pos_embed"], (side, side), "bilinear")
-    model.encoder.load_state_dict(state)
+    weights = {name: weight for name, weight in classifier.state_dict().items()
+               if name.split(".")[0] not in left_out}
+    weights = fit_pos_embed(weights, model.config, "bilinear")      # as in rstrudel/segmenter
+    model.encoder.load_state_dict(weights)

@@ -52,25 +52,38 @@ class ViTConfig:
     std: tuple = (0.229, 0.224, 0.225)
 
     def __post_init__(self):
-        # tuples, so that two configs are equal if one was made from lists
-        self.rpc_layers = tuple(sorted(self.rpc_layers))
-        self.mean = tuple(self.mean)
-        self.std = tuple(self.std)
-        if self.attn not in LAYER_PATTERNS:
-            self.rpc_layers = ()
-        check_choice("attn", self.attn, [*ATTENTIONS, *LAYER_PATTERNS])
-        self.pap = default_settings(self.attn) | self.pap
+        complete_attention(self)
         check_choice("init", self.init, ("trunc_normal", "default"))
         if self.image_size % self.patch_size:
             raise InputError(f"image_size={self.image_size} is not divisible by "
                              f"patch_size={self.patch_size}")
-        if not set(self.rpc_layers) <= set(range(self.depth)):
-            raise InputError(f"rpc_layers={self.rpc_layers}, expected layers in "
-                             f"0..{self.depth - 1}")
+        self.mean = tuple(self.mean)                    # equal configs, also if made from lists
+        self.std = tuple(self.std)
 
     @property
     def num_tokens(self):             # N: one token per patch, and the class token
         return (self.image_size // self.patch_size) ** 2 + 1
+
+
+def complete_attention(config):
+    """Check attn, rpc_layers and pap of a ViTConfig or LMConfig, and complete them in the config.
+
+    rpc_layers becomes a sorted tuple, which is empty if attn is no layer pattern. pap gets the
+    default settings that it lacks.
+    """
+    check_choice("attn", config.attn, ATTENTIONS | LAYER_PATTERNS)
+    config.pap = default_settings(config.attn) | config.pap
+    layers = ()
+    if config.attn in LAYER_PATTERNS:
+        layers = tuple(sorted(config.rpc_layers))
+    if not set(layers) <= set(range(config.depth)):
+        raise InputError(f"rpc_layers={layers}, expected layers in 0..{config.depth - 1}")
+    config.rpc_layers = layers
+
+
+def outside_attention(attn):
+    """Return the attention of the layers without RPC-Attention. attn: a value of --attn."""
+    return layer_attention(attn, i=0, rpc_layers=())
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -108,7 +121,8 @@ class Block(nn.Module):
         p = self.drop_path
         if not self.training or not p:
             return x
-        return x * (torch.rand(len(x), 1, 1, device=x.device) >= p) / (1 - p)
+        kept = torch.rand(len(x), 1, 1, device=x.device) >= p
+        return x * kept / (1 - p)
 
     def forward(self, x):
         x = x + self.drop_samples(self.attn(self.norm1(x)))
@@ -130,12 +144,22 @@ class PatchEmbed(nn.Module):
         return self.proj(images).flatten(2).transpose(1, 2)     # ONNX cannot export .mT
 
 
+def init_linear_layers(model):
+    """Draw the weights of all Linear layers as in DeiT, in place; biases become 0."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            nn.init.trunc_normal_(m.weight, std=0.02)
+            if m.bias is not None:
+                nn.init.zeros_(m.bias)
+
+
 class ViT(nn.Module):
     """Image classifier: pixels (B, 3, S, S) in [0, 1] to logits (B, K). Names as in timm."""
 
     def __init__(self, config):
         super().__init__()
-        c = self.config = config
+        self.config = config
+        c = config
         self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
         self.build(c)
         self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
@@ -146,18 +170,14 @@ class ViT(nn.Module):
         std = torch.tensor(c.std).view(3, 1, 1)
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        # Draw the position embeddings and the class token from a truncated normal. A FAN's position
-        # embeddings are a module, which keeps its own initial weights.
-        if isinstance(self.pos_embed, nn.Parameter):
-            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        self.init_tokens()
+        if c.init == "trunc_normal":                    # "default": PyTorch's weights stay
+            init_linear_layers(self)
+
+    def init_tokens(self):
+        """Draw the position embeddings and the class token. FAN overrides this method."""
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
-        if c.init == "default":                         # Linear layers keep PyTorch's weights
-            return
-        for m in self.modules():
-            if isinstance(m, nn.Linear):
-                nn.init.trunc_normal_(m.weight, std=0.02)
-                if m.bias is not None:
-                    nn.init.zeros_(m.bias)
 
     def build(self, c):
         """Make patch_embed, pos_embed and blocks. FAN overrides this method."""
@@ -187,8 +207,8 @@ class ViT(nn.Module):
         (1, N, C).
         """
         x = self.patch_embed(x)                                 # (B, N - 1, C)
-        # [0] and expand add the axis B. An expanded (1, 1, C) would have a gradient with other
-        # strides than the parameter if B is 1, and DDP would print a warning.
+        # `expand` from (1, C): from (1, 1, C), the gradient's strides would make DDP print a
+        # warning if B is 1.
         cls = self.cls_token[0].expand(x.shape[0], -1, -1)
         x = torch.cat([cls, x], 1) + pos_embed
         for block in self.blocks:
@@ -210,6 +230,19 @@ def resize_pos_embed(pos_embed, grid, mode):
     patches = pos_embed[:, 1:].mT.unflatten(2, (side, side))
     patches = F.interpolate(patches, size=tuple(grid), mode=mode, align_corners=False)
     return torch.cat([pos_embed[:, :1], patches.flatten(2).mT], 1)
+
+
+def fit_pos_embed(weights, config, mode):
+    """Return weights whose position embeddings fit the image size of a config.
+
+    weights: {name: tensor}. Weights of a FAN stay as they are, because positions are computed.
+    mode: see F.interpolate.
+    """
+    side = config.image_size // config.patch_size
+    pos_embed = weights.get("pos_embed")
+    if pos_embed is None or pos_embed.shape[1] == 1 + side * side:
+        return weights
+    return weights | dict(pos_embed=resize_pos_embed(pos_embed, (side, side), mode))
 
 
 # --- weights from files ---------------------------------------------------------------------------
@@ -245,10 +278,7 @@ def load_timm(checkpoint):
     released code also stores its flags as "args". No file stores three settings. So we assume that
     heads are 64 wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
-    weights = checkpoint
-    for key in ("state_dict", "model"):
-        if key in checkpoint:
-            weights = checkpoint[key]
+    weights = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
     state = {}
     for name, weight in weights.items():
         name = re.sub(r"^(module\.)?(_orig_mod\.)?", "", name)
@@ -263,10 +293,11 @@ def load_timm(checkpoint):
     if "head.weight" in state:
         num_classes = len(state["head.weight"])
 
+    attention = timm_attention(state, checkpoint.get("args"), depth)
     config = ViTConfig(
-        **timm_attention(state, checkpoint.get("args")), image_size=side * patch_size,
-        patch_size=patch_size, embed_dim=C, depth=depth, num_heads=max(1, C // 64),
-        mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C, num_classes=num_classes)
+        image_size=side * patch_size, patch_size=patch_size, num_classes=num_classes,
+        embed_dim=C, depth=depth, num_heads=max(1, C // 64),
+        mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C, **attention)
     model = ViT(config)
     model.load_state_dict(state)
     print0(f"{config.attn} attention with {config.num_heads} heads; assumed: heads are 64 "
@@ -274,10 +305,10 @@ def load_timm(checkpoint):
     return model.eval()
 
 
-def timm_attention(state, args):
+def timm_attention(state, args, depth):
     """Return the attention of weights with timm's names: dict(attn) or dict(attn, rpc_layers, pap).
 
-    state: {name: tensor}. args: the flags of the released code, or None.
+    state: {name: tensor}. args: the flags of the released code, or None. depth: number of layers.
     """
     S = state.get("blocks.0.attn.learned.s")
     if S is not None:
@@ -292,8 +323,9 @@ def timm_attention(state, args):
                          "not store which: expected args with num_iter, lambd, robust and layer")
     if not args.robust:
         return dict(attn="symmetric")
-    layers = (getattr(args, "layer", 0),)
-    if layers == (-1,):                                 # in the released code: all layers
-        layers = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    layer = getattr(args, "layer", 0)
+    layers = (layer,)
+    if layer == -1:                                     # in the released code: all layers
+        layers = tuple(range(depth))
     pap = dict(n_iter=args.num_iter, lambd=args.lambd, form="released")
-    return dict(attn="rpc", rpc_layers=tuple(layers), pap=pap)
+    return dict(attn="rpc", rpc_layers=layers, pap=pap)

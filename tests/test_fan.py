@@ -245,3 +245,11 @@ def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     call(eval_robust.main, "--ckpt rpc sym --measures clean --limit 4 --out_dir e")
     table = capsys.readouterr().out
     assert "fan rpc 4iter/layer0" in table and "fan symmetric" in table
+
+
+def test_a_patch_size_that_the_stem_lacks_is_named():
+    for patch_size in (1, 12):
+        with pytest.raises(ValueError, match=f"patch_size={patch_size}: a FAN has 2, 4, 8 or 16"):
+            FANConfig(image_size=48, patch_size=patch_size)
+    for patch_size in (2, 4, 8, 16):
+        assert FANConfig(image_size=48, patch_size=patch_size).patch_size == patch_size
