@@ -29,6 +29,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 LOG_EVERY = 20                          # steps between two rows of a run's log
@@ -36,6 +37,15 @@ MIN_LR = 1e-5                           # the last learning rate of train_cls.py
 # Weight decay applies to matrices whose names end in one of these words: the weights of layers,
 # a FAN's temperature, S of Scaled Attention, and the two projections of Segmenter's decoder.
 MATRICES = ("weight", "mlp.temperature", "learned.s", "proj_patch", "proj_classes")
+# Flags that --resume does not restore, because they belong to one command. --resume restores
+# --data_dir and --num_workers; on another machine, give them again.
+NOT_RESTORED = ("device", "download", "max_steps", "out_dir", "resume")
+# Flags that may differ between the machines of one run.
+PER_MACHINE = ("data_dir", "num_workers", "device", "init_from", "backbone", "out_dir",
+               "resume")
+# Attentions that read none of the flags --n_iter, --lambd, --form and --mu_over. Your own attention
+# is not in this list, because it may read them.
+WITHOUT_PAP = ("softmax", "symmetric", "scaled_s", "scaled_alpha")
 
 
 class InputError(ValueError):
@@ -98,24 +108,28 @@ def parse_flags(parser, recipes, default):
     recipes: {data set: {flag: value}}. default: the data set if neither --data nor --data_dir is
     given. Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
-    # Three flags choose the defaults of the others.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--data", "--data_dir", "--resume"):
-        first.add_argument(name)
-    given, _ = first.parse_known_args()
+    choices = choosing_flags()
     checkpoint = {}
-    if given.resume:
-        checkpoint = load(Path(given.resume, "last.pt"))
-    # Flags that belong to one command or machine are not restored.
-    stored = dict(checkpoint.get("args", {}))
-    for name in ("device", "download", "max_steps", "out_dir", "resume"):
-        stored.pop(name, None)
-    data = given.data or stored.get("data")
+    if choices.resume:
+        checkpoint = load(Path(choices.resume, "last.pt"))
+    restored = dict(checkpoint.get("args", {}))
+    for name in NOT_RESTORED:
+        restored.pop(name, None)
+    data = choices.data or restored.get("data")
     if not data:
-        data = "folder" if given.data_dir else default
-    parser.set_defaults(**(recipes.get(data, {}) | stored | dict(data=data)))
-    args = parser.parse_args()
-    return args, checkpoint
+        data = "folder" if choices.data_dir else default
+    defaults = recipes.get(data, {}) | restored | dict(data=data)
+    parser.set_defaults(**defaults)
+    return parser.parse_args(), checkpoint
+
+
+def choosing_flags():
+    """Parse only the three flags that choose the defaults of all others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--data", "--data_dir", "--resume"):
+        parser.add_argument(name)
+    args, _ = parser.parse_known_args()
+    return args
 
 
 def check_range(text, value, low, high=math.inf):
@@ -148,9 +162,16 @@ def nonnegative_float(text):
     return value
 
 
-def rate(text):
+def zero_to_one(text):
+    """Return a flag's number from 0 to 1."""
+    value = float(text)
+    check_range(text, value, 0, 1)
+    return value
+
+
+def below_one(text):
     """Return a flag's number, at least 0 and below 1."""
-    value = share(text)
+    value = zero_to_one(text)
     if value == 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a number below 1")
     return value
@@ -166,17 +187,11 @@ def fraction(text):
     return value
 
 
-def share(text):
-    """Return a flag's number from 0 to 1."""
-    value = float(text)
-    check_range(text, value, 0, 1)
-    return value
-
-
 def typed_flags(parser, words=None):
     """Return the names of the flags on the command line, a set. words: a list instead of it."""
     names = vars(parser.parse_args(words))
-    # argparse sets a default only if the namespace lacks the name; here all names are None.
+    # argparse sets a default only if the namespace lacks the name. Here the namespace has all
+    # names, with the value None. So only the flags on the command line get a value.
     empty = argparse.Namespace(**dict.fromkeys(names))
     values = vars(parser.parse_args(words, empty))
     return {name for name, value in values.items() if value is not None}
@@ -190,6 +205,13 @@ def reject_flags(names, why):
     if names:
         flags = ", ".join(f"--{name}" for name in sorted(names))
         raise InputError(f"{flags}: no effect {why}; remove it")
+
+
+def set_missing(args, values):
+    """Set the flags in `values`, {name: value}, that are None in args."""
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def attention_flags(flag, attentions, forms):
@@ -216,6 +238,21 @@ def attention_flags(flag, attentions, forms):
          "paper, or as in the paper with ADMM's sign (default: released)")
 
 
+def useless_attention_flags(attn, layer_patterns):
+    """Return the names of the flags that do nothing with --attn, a set.
+
+    layer_patterns: the values of --attn that have --rpc_layers.
+    """
+    useless = set()
+    if attn not in layer_patterns:
+        useless.add("rpc_layers")
+    if attn in WITHOUT_PAP:
+        useless |= {"n_iter", "lambd", "form", "mu_over"}
+    if attn == "rpca":
+        useless.add("form")
+    return useless
+
+
 def running_flags(flag):
     """Add the flags --device, --amp, --compile, --max_steps and --resume to a group of flags."""
     boolean = argparse.BooleanOptionalAction            # --name and --no-name
@@ -225,19 +262,20 @@ def running_flags(flag):
     flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
     flag("--max_steps", type=positive_int,
          help="stop at this step of the run; the schedule stays the same")
-    flag("--resume", help="continue the run in this folder, with its flags")
+    flag("--resume", help="continue the run in this folder, with its flags; a flag on the "
+         "command line replaces the flag of the run")
 
 
-def evaluation_data(args, trained, made):
+def evaluation_data(args, trained, built_in):
     """Choose the data of --eval_only: those of the training, unless flags name others.
 
-    args.data: None without --data. trained: the flags of the training. made: the data set that the
-    program makes itself, without a folder. Returns (data, data_dir).
+    args.data: None without --data. trained: the flags of the training. built_in: the data set that
+    the program makes itself, without a folder. Returns (data, data_dir).
     """
     data = args.data or trained["data"]
-    if data == made and args.data_dir:
+    if data == built_in and args.data_dir:
         if args.data:
-            reject_flags({"data_dir"}, f"with --data {made}")
+            reject_flags({"data_dir"}, f"with --data {built_in}")
         data = "folder"
     data_dir = args.data_dir
     if not data_dir and data == trained["data"]:
@@ -319,19 +357,16 @@ def same_everywhere(value, what):
     first = values[0]
     if all(other == first for other in values):
         return
+    different = values
     if isinstance(value, dict):
         names = set()
         for other in values:
             names |= {name for name in first if other[name] != first[name]}
-        for rank, other in enumerate(values):
-            values[rank] = {name: other[name] for name in sorted(names)}
-    raise InputError(f"the processes have different {what}: {str(values):.300}; expected the "
-                     f"same files and flags on every node")
-
-
-# Flags that may differ between the machines of one run.
-PER_MACHINE = ("data_dir", "num_workers", "device", "init_from", "backbone", "out_dir",
-               "resume")
+        different = []
+        for other in values:
+            different.append({name: other[name] for name in sorted(names)})
+    raise InputError(f"the processes have different {what}: {str(different):.300}; expected "
+                     f"the same files and flags on every node")
 
 
 def same_run(args, data, first):
@@ -354,6 +389,27 @@ def weight_decay_groups(model, weight_decay):
             no_decay.append(p)
     return [dict(params=decay, weight_decay=weight_decay),
             dict(params=no_decay, weight_decay=0)]
+
+
+def parallel(model, world, compiling, mode="reduce-overhead"):
+    """Compile the model, and average gradients over processes. Returns (compiled, net).
+
+    compiled: the model, compiled if `compiling`. net: `compiled`, whose backward pass also averages
+    gradients over the `world` processes. All three have the same weights: `net` is trained, and
+    `model` is evaluated and saved. mode: of torch.compile; reduce-overhead runs CUDA graphs.
+    """
+    compiled = model
+    if compiling:
+        compiled = torch.compile(model, mode=mode)
+    net = compiled
+    if world > 1:
+        net = DDP(compiled, gradient_as_bucket_view=True)
+        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use buffers
+        # that change (the means of a FAN's BatchNorm), and share_buffers copies them before an
+        # evaluation. DDP's argument for it has another name in new versions of PyTorch; this
+        # attribute exists in all versions.
+        net.broadcast_buffers = False
+    return compiled, net
 
 
 def share_buffers(model):
@@ -420,8 +476,9 @@ def check_batch_size(batch_size, world, n=math.inf):
 # --- the log: one JSON object per line ------------------------------------------------------------
 
 def start_log(args, step, model, device, **numbers):
-    """Create --out_dir and its log.jsonl; log and print the settings. Returns the log's path.
+    """Create the log of a run, or continue it, and print a line. Returns the log's path.
 
+    A row is appended with the flags, the number of parameters and the machine.
     step: 0, or the step of the checkpoint of a resumed run. numbers: other fields of the row.
     """
     path = Path(args.out_dir, "log.jsonl")
@@ -497,12 +554,12 @@ def read_log(path):
     return rows
 
 
-def log_steps(path, step, pending, began, batch_size, unit, **numbers):
+def log_steps(path, step, pending, began, per_step, unit, **numbers):
     """Log the mean loss, gradient norm and speed of the last steps; print loss and speed.
 
     step: the number of the last step. pending: one dict of 0-d tensors per step: loss, grad_norm,
     your own numbers. Each mean is over steps and processes. began: the time.perf_counter() before
-    these steps. batch_size: the number of units per step. unit: for example "images". numbers:
+    these steps. per_step: the number of units per step. unit: for example "images". numbers:
     other fields of the row. InputError if a loss or norm is not finite.
 
     Here the CPU waits for the device. Other steps do not wait, unless --adv_eps is given: each
@@ -517,20 +574,23 @@ def log_steps(path, step, pending, began, batch_size, unit, **numbers):
         recent = recent / dist.get_world_size()
         dist.all_reduce(recent)                                     # adds over processes
     recent = recent.cpu()
-    per_second = batch_size * len(pending) / (time.perf_counter() - began)
+    per_second = per_step * len(pending) / (time.perf_counter() - began)
     first = step - len(pending) + 1
     for i, values in enumerate(recent.tolist(), first):
         values = dict(zip(names, values))
-        loss = values["loss"]
-        norm = values["grad_norm"]
-        if not math.isfinite(loss + norm):
-            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm "
-                             f"{norm:.4g}; try a smaller --lr or --clip")
+        check_finite(i, values["loss"], values["grad_norm"])
     means = recent.mean(0).tolist()
     means = dict(zip(names, means))
     row = {"step": step} | means | {f"{unit}_per_s": per_second} | numbers
     append_row(path, row)
     print0(f"step {step:6d}  loss {means['loss']:.4f}  {per_second:.0f} {unit}/s")
+
+
+def check_finite(step, loss, norm):
+    """Raise InputError unless the loss and the gradient norm of a step are finite."""
+    if not math.isfinite(loss + norm):
+        raise InputError(f"not finite at step {step}: loss {loss:.4g}, gradient norm "
+                         f"{norm:.4g}; try a smaller --lr or --clip")
 
 
 def origin(device):

@@ -27,26 +27,25 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
-from common import (InputError, bar, fraction, nonnegative_float, nonnegative_int,
-                    positive_int, rate, share)
+from common import (InputError, bar, below_one, fraction, nonnegative_float,
+                    nonnegative_int, positive_int, zero_to_one)
 from data.augment import augment_uint8, mix, soft_targets, to_float
 from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import ADVERSARIAL, DROPOUT, batch_pairs, seed_from
 from fan import FAN_SIZES
 from robust.attacks import pgd
-from vit import SIZES, load_classifier, model_classes, resize_pos_embed
+from vit import SIZES, fit_pos_embed, load_classifier, model_classes
 
 # Flags that would do nothing, for each data set. Your own data set may use all flags.
 WITHOUT_EFFECT = {
-    "shapes": {"data_dir", "download"},
-    "cifar10": {"num_images"},
+    "shapes": {"data_dir", "download", "num_workers"},
+    "cifar10": {"num_images", "num_workers"},
     "imagenet": {"num_images", "download", "holdout"},
-    "folder": {"num_images", "download", "holdout"},
+    "folder": {"num_images", "download", "holdout", "num_workers"},
 }
 
 
@@ -54,7 +53,8 @@ def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
     boolean = BooleanOptionalAction                                 # --name and --no-name
-    # A recipe in data/datasets.py overrides the defaults of these help texts.
+    # A recipe in data/datasets.py overrides the defaults of these help texts. flag(...) adds a flag
+    # to a group of --help.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
@@ -78,12 +78,13 @@ def get_args():
     flag("--patch_size", type=positive_int, help="side of a patch in pixels")
     # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
     common.attention_flags(flag, ATTENTIONS | LAYER_PATTERNS, FORMS)
-    flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
-         "are skipped in the last block; smaller in earlier blocks; in a FAN equal in "
-         "all (default: 0)")
+    flag("--drop_path", type=below_one, default=0.0, help="rate at which residual "
+         "branches are skipped in the last block; smaller in earlier blocks; in a FAN "
+         "equal in all (default: 0)")
     flag("--init", choices=["default", "trunc_normal"], help="initial weights of "
          "Linear layers: as in PyTorch (default), or as in DeiT (trunc_normal); without "
-         "this flag as in PyTorch, but in a FAN as in DeiT")
+         "this flag as in PyTorch, but in a FAN as in DeiT; with --init_from it acts on "
+         "a new head only")
     flag("--init_from", help="initialise from this checkpoint, which has the same "
          "--model and --patch_size; with another number of classes, the head is new")
 
@@ -94,7 +95,8 @@ def get_args():
     flag("--lr", type=nonnegative_float,
          help="highest learning rate; DeiT: 5e-4 per 512 images")
     flag("--warmup_epochs", type=nonnegative_float, default=1,
-         help="epochs of warm-up, at most --epochs (default: 1)")
+         help="epochs of warm-up, fewer than --epochs (default: 1; if --epochs is 1, a "
+         "half)")
     flag("--weight_decay", type=nonnegative_float, default=0.05,
          help="AdamW's weight decay of matrices (default: 0.05)")
     flag("--clip", type=nonnegative_float, default=1.0,
@@ -111,11 +113,11 @@ def get_args():
          help="mirror half of the images left to right; not for digits, letters or signs")
     flag("--num_ops", type=nonnegative_int, default=0,
          help="apply this many RandAugment operations")
-    flag("--erase", type=share, default=0.0,
+    flag("--erase", type=zero_to_one, default=0.0,
          help="erase a rectangle with this probability")
     flag("--mixup", type=nonnegative_float, default=0.0, help="alpha of Mixup")
     flag("--cutmix", type=nonnegative_float, default=0.0, help="alpha of CutMix")
-    flag("--smoothing", type=share, default=0.1,
+    flag("--smoothing", type=zero_to_one, default=0.1,
          help="share of each label that is spread over all classes (default: 0.1)")
     flag("--repeats", type=positive_int, default=1, help="draw 1/REPEATS of the images per "
          "epoch, and use each drawn image REPEATS times; the number of steps stays the "
@@ -131,10 +133,14 @@ def get_args():
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
     args, checkpoint = common.parse_flags(p, recipes, default="shapes")
-    reject_useless_flags(args, common.typed_flags(p))
-    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    typed = common.typed_flags(p)
+    reject_useless_flags(args, typed)
+    if args.download and not args.data_dir:
+        raise InputError("--download needs --data_dir, the folder for CIFAR-10")
+    common.set_missing(args, default_settings(args.attn))           # n_iter, lambd and form
+    # A recipe's warm-up can be too long for your --epochs. (main chooses --epochs if it is None.)
+    if args.epochs and args.warmup_epochs >= args.epochs and "warmup_epochs" not in typed:
+        args.warmup_epochs = args.epochs / 2
     if args.resume:
         args.out_dir = args.resume
     else:
@@ -155,13 +161,8 @@ def reject_useless_flags(args, typed):
     reject(typed & useless, f"with --data {args.data}")
     if not args.adv_eps:
         reject(typed & {"adv_steps"}, "without --adv_eps")
-    if args.attn not in LAYER_PATTERNS:
-        reject(typed & {"rpc_layers"}, f"with --attn {args.attn}")
-    # Your own attention is not in this list, because it may read the three flags.
-    if args.attn in ("softmax", "symmetric", "scaled_s", "scaled_alpha"):
-        reject(typed & {"n_iter", "lambd", "form"}, f"with --attn {args.attn}")
-    if args.attn == "rpca":
-        reject(typed & {"form"}, "with --attn rpca")
+    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
+    reject(typed & useless, f"with --attn {args.attn}")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -203,33 +204,32 @@ def train_batches(source, args, start, stop, device, rank, world):
     # Shift, flip and RandAugment change uint8 images. Then images become floats in [0, 1], and
     # random erasing follows. Then the chunk is split into its batches, which are mixed.
     pairs = batch_pairs(len(source.labels), args.batch_size, start, stop, args.seed,
-                        rank, world, args.repeats)
+                        rank=rank, world=world, repeats=args.repeats)
     loaded = load_batches(source, pairs, args, device)
     while chunk := list(islice(loaded, batches_at_once)):
         images, labels, positions = [torch.cat(parts) for parts in zip(*chunk)]
-        images = augment_uint8(images, positions, args.seed, args.pad, args.num_ops,
-                               args.flip)
+        images = augment_uint8(images, positions, args.seed, pad=args.pad,
+                               num_ops=args.num_ops, flip=args.flip)
         images = to_float(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         batches = zip(images.split(b), targets.split(b), positions.split(b))
         for x, y, position in batches:
-            # The seed and the step determine how mix weights the images of a batch.
             if args.mixup or args.cutmix:
+                # The seed and the step determine how `mix` weights the images of a batch.
                 step = position[0].item() // args.batch_size
-                x, y = mix(x, y, args.seed, step, args.mixup, args.cutmix)
+                x, y = mix(x, y, args.seed, step, mixup=args.mixup, cutmix=args.cutmix)
             yield x, y, position
 
 
 def check_mixing(n, args, rank, world):
     """Raise InputError if a batch of n training images would mix an image with itself.
 
-    An image is mixed with its neighbour, which must not be one of its --repeats copies. A batch can
-    begin between two copies of an image. Batch 0 begins with a first copy, and so does batch
-    number `repeats`: from there on, the positions of the copies repeat. So it is enough to check
-    the first `repeats` batches.
+    An image is mixed with its neighbour, which must not be one of its --repeats copies. A batch
+    begins with copy number (step * batch_size) mod repeats of an image. So the pattern of copies
+    repeats after `repeats` batches, and it is enough to check these.
     """
-    pairs = batch_pairs(n, args.batch_size, 0, args.repeats, args.seed, rank, world,
-                        args.repeats)
+    pairs = batch_pairs(n, args.batch_size, 0, args.repeats, args.seed,
+                        rank=rank, world=world, repeats=args.repeats)
     for _, index in pairs:
         if (index == index.roll(1)).any():
             raise InputError(f"--batch_size {args.batch_size}: an image would be mixed "
@@ -243,9 +243,9 @@ def evaluate(model, source, args, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     model.eval()
     n = len(source.labels)
-    # The images of this process, which are none if there are more processes than images. An
-    # evaluation needs no position, so the index stands for it.
-    mine = torch.arange(rank, n, world)
+    # The images of this process, which are none if there are more processes than images.
+    mine = torch.arange(n)[rank::world]
+    # pairs: (position, index). An evaluation needs no position, so the index stands for it.
     pairs = [(index, index) for index in mine.split(256) if len(index)]
     batches = load_batches(source, pairs, args, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
@@ -282,60 +282,68 @@ def load_weights(model, checkpoint, path):
     checkpoint: of train_cls.py, or with timm's names (DeiT, timm, the released code). path: its
     file, for the message.
     """
-    c = model.config
-    own = model.state_dict()
     weights = load_classifier(checkpoint).state_dict()
-    # The position embeddings of a ViT are interpolated to another image size.
-    both = "pos_embed" in own and "pos_embed" in weights
-    if both and weights["pos_embed"].shape != own["pos_embed"].shape:
-        side = c.image_size // c.patch_size
-        weights["pos_embed"] = resize_pos_embed(weights["pos_embed"], (side, side),
-                                                "bicubic")
-    if len(weights.get("head.weight", ())) != c.num_classes:
-        common.print0(f"{path}: the head for {c.num_classes} classes is new")
+    weights = fit_pos_embed(weights, model.config, "bicubic")       # as in DeiT
+    classes = model.config.num_classes
+    if "head.weight" not in weights or len(weights["head.weight"]) != classes:
+        common.print0(f"{path}: the head for {classes} classes is new")
+        own = model.state_dict()
         for name in ("head.weight", "head.bias"):
             weights[name] = own[name]
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        _, first, *_ = str(error).splitlines()
-        raise InputError(f"--init_from {path} does not fit this network: {first.strip():.120}; use "
+        # The first line names the network, and each further line has one difference.
+        difference = str(error).splitlines()[1].strip()[:120]
+        raise InputError(f"--init_from {path} does not fit this network: {difference}; use "
                          f"its --model, --patch_size and --attn") from None
 
 
-def trained_images(init_checkpoint, args):
-    """Return the hashes of your own images on which the weights of --init_from were trained.
+def check_holdout(init_checkpoint, args):
+    """Raise InputError if --init_from may have been trained on images that --holdout holds out.
 
-    init_checkpoint: the checkpoint of --init_from. InputError if its weights were trained on images
-    that --holdout holds out.
+    init_checkpoint: the checkpoint of --init_from.
     """
-    if "task" not in init_checkpoint:                   # of DeiT, timm or the released code
-        return []
+    if not args.holdout or "task" not in init_checkpoint:   # of DeiT, timm or the released code
+        return
     init_args = init_checkpoint["args"]
-    if args.holdout and init_args.get("data") == args.data:
-        for name in ("holdout", "num_images"):
-            value = init_args.get(name)
-            if value != getattr(args, name):
-                raise InputError(f"--{name} {getattr(args, name)}: --init_from "
-                                 f"{args.init_from} was trained with --{name} {value}, "
-                                 f"so it may know held-out images; choose the same value")
-    seen = init_checkpoint.get("seen", [])      # earlier versions have no "trained"
-    return init_checkpoint.get("trained", seen)
+    if init_args.get("data") != args.data:
+        return
+    for name in ("holdout", "num_images"):
+        value = init_args.get(name)
+        if value != getattr(args, name):
+            raise InputError(f"--{name} {getattr(args, name)}: --init_from {args.init_from} "
+                             f"was trained with --{name} {value}, so it may know held-out "
+                             f"images; choose the same value")
 
 
-def adversarial(model, compiled, images, targets, position, args):
+def check_image_size(train, args):
+    """Raise InputError if the images in memory have another size than --image_size."""
+    if isinstance(train, Split):
+        height, width = train.images.shape[2:]
+        if (height, width) != (args.image_size, args.image_size):
+            raise InputError(f"--image_size {args.image_size}: the images of --data "
+                             f"{args.data} have {height} x {width} pixels; choose this size")
+
+
+def adversarial(model, compiled, autocast, images, targets, position, args):
     """Change images to raise the loss: PGD in training (Madry et al. 2018).
 
     compiled: the model, perhaps compiled, which is attacked. The attack does not use DDP's `net`,
     because after each forward pass DDP waits for gradients of the weights.
+    autocast: the context of the forward pass. As in a training step, gradients are computed outside
+    of it.
     position: the numbers of the samples; with the seed, they determine the random numbers.
 
     The attack needs gradients of the images only. So the weights are frozen; otherwise the compiled
     backward pass would compute their gradients, too. The model is in eval mode, without drop path.
+    The step size is pgd's default, but without its lower bound of 0.15 eps.
     """
-    # The wrapper of torch.compile has a train mode of its own, which pgd would reject.
+    # pgd receives a function, because it would check the train mode of a module. The module that
+    # torch.compile returns is always in train mode.
     def logits(x):
-        return compiled(x)
+        with autocast:
+            return compiled(x)
 
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -361,14 +369,21 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data. `val` contains held-out images for your own images and with --holdout, else the test
-    # images. Only held-out images choose best.pt. Images on which the weights of --init_from were
-    # trained are left out of `val`; their hashes are `init_trained`.
+    # images. Only held-out images choose best.pt.
+    # inherited: hashes of your own images on which the weights of --init_from were trained. These
+    # images are left out of `val`.
     init_checkpoint = {}
-    init_trained = checkpoint.get("inherited", [])
+    inherited = checkpoint.get("inherited", [])
     if args.init_from and not args.resume:
         init_checkpoint = common.load(args.init_from)
-        init_trained = trained_images(init_checkpoint, args)
-    train, val = load_data(args, device, seen=init_trained)
+        check_holdout(init_checkpoint, args)
+        seen = init_checkpoint.get("seen", [])          # earlier versions have no "trained"
+        inherited = init_checkpoint.get("trained", seen)
+    if args.download and world > 1:
+        raise InputError("--download: expected one process; download the data without torchrun "
+                         "first, for example with --max_steps 1")
+    train, val = load_data(args, device, seen=inherited)
+    check_image_size(train, args)
     keep_best = args.data == "folder" or args.holdout > 0
     n = len(train.labels)
     common.check_batch_size(args.batch_size, world, n)
@@ -377,8 +392,8 @@ def main():
     epoch_steps = n // args.batch_size                              # only whole batches
     if args.epochs is None:                             # your own images: longer runs overfit
         args.epochs = max(8, round(1.8 * n ** 0.5))
-    if args.warmup_epochs > args.epochs:
-        raise InputError(f"--warmup_epochs {args.warmup_epochs:g}: expected at most "
+    if args.warmup_epochs >= args.epochs:
+        raise InputError(f"--warmup_epochs {args.warmup_epochs:g}: expected fewer than "
                          f"--epochs {args.epochs}; otherwise the rate never reaches --lr")
     total = args.epochs * epoch_steps
     warmup = args.warmup_epochs * epoch_steps
@@ -386,7 +401,7 @@ def main():
     # Model. The flags describe the model, also with --resume.
     architecture = "fan" if args.model in FAN_SIZES else "vit"
     Model, Config = model_classes(architecture)
-    size = FAN_SIZES.get(args.model) or SIZES[args.model]
+    size = (SIZES | FAN_SIZES)[args.model]
     linear_init = "trunc_normal" if architecture == "fan" else "default"    # as in NVlabs/FAN
     config = Config(
         **size, image_size=args.image_size, patch_size=args.patch_size,
@@ -407,42 +422,35 @@ def main():
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
     fingerprints = [fingerprint(train), fingerprint(val)]
-    data = dict(classes=list(train.classes), fingerprint=fingerprints)
+    data_identity = dict(classes=list(train.classes), fingerprint=fingerprints)
     if checkpoint:
-        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
     # Each process draws its part of a batch from its own list of images, and decides itself when to
     # evaluate. So data, flags and the first step must be equal.
-    common.same_run(args, data, first)
+    common.same_run(args, data_identity, first)
 
-    # Hashes of your own images. An evaluation leaves out all images that chose weights: images of
-    # the training and of the validation, here and in --init_from.
-    trained_hashes = sorted({*train.hashes}.union(init_trained))
+    # Hashes of your own images for the checkpoint. trained: images of the training, here and in
+    # --init_from. seen: these and all images that chose a best.pt; an evaluation leaves them out.
+    trained = sorted({*train.hashes, *inherited})
     earlier = checkpoint or init_checkpoint
-    seen_hashes = sorted({*val.hashes}.union(trained_hashes, earlier.get("seen", [])))
+    seen = sorted({*val.hashes, *trained, *earlier.get("seen", [])})
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
-    compiled = model
-    if common.use_compile(args.compile, device):
-        # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
-        mode = "default" if args.attn == "rpca" else "reduce-overhead"
-        compiled = torch.compile(model, mode=mode)
-    net = compiled
-    if world > 1:
-        net = DDP(compiled, gradient_as_bucket_view=True)
-        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use them (the
-        # means of a FAN's BatchNorm), and share_buffers copies them before an evaluation.
-        net.broadcast_buffers = False
+    # the same weights, is evaluated and saved.
+    compiling = common.use_compile(args.compile, device)
+    # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
+    mode = "default" if args.attn == "rpca" else "reduce-overhead"
+    compiled, net = common.parallel(model, world, compiling, mode)
 
     log = common.start_log(args, first, model, device, training_images=n)
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = min(total, args.max_steps or total)
-    stop = max(first, stop)                     # of a finished run, no step is left
+    last = min(total, args.max_steps or total)
+    stop = max(first, last)                     # of a finished run, no step is left
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -456,8 +464,7 @@ def main():
         # A batch, of clean or of adversarial images.
         images, targets, position = next(batches)
         if args.adv_eps:
-            with autocast:
-                images = adversarial(model, compiled, images, targets, position, args)
+            images = adversarial(model, compiled, autocast, images, targets, position, args)
 
         # Forward and backward. The seed of a step and process determines the masks of drop path,
         # so a resumed run draws the same masks.
@@ -482,17 +489,18 @@ def main():
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
         # norm is not finite.
         if logging:
-            common.log_steps(log, done, pending, clock, args.batch_size, "images",
-                             epoch=epoch, lr=lr)
+            common.log_steps(log, done, pending, began=clock, per_step=args.batch_size,
+                             unit="images", epoch=epoch, lr=lr)
 
-        # Evaluate. Then measure mean |k| and the share of nonzero entries of S in each layer, on a
-        # few images of this batch. These numbers show whether RPC acts.
+        # Evaluate.
         metrics = {}
         if saving:
             common.share_buffers(model)
         if evaluating:
             with autocast:
                 metrics = evaluate(model, val, args, device, rank, world)
+            # Mean |k| and the share of nonzero entries of S in each layer, on a few images of this
+            # batch, show whether RPC acts.
             keys = key_statistics(model, images[:32])
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  "
@@ -508,8 +516,8 @@ def main():
             state = dict(task="classification", architecture=architecture,
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), **data, seen=seen_hashes,
-                         trained=trained_hashes, inherited=init_trained)
+                         model_config=asdict(config), **data_identity, seen=seen,
+                         trained=trained, inherited=inherited)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)

@@ -33,12 +33,11 @@ from itertools import pairwise
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
 from common import (InputError, bar, nonnegative_float, nonnegative_int, positive_int,
-                    share)
+                    zero_to_one)
 from data.images import send
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
@@ -62,18 +61,24 @@ RECIPES = {
     "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
                         steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000,
                         eval_every=4000),
+    # your own text: the recipe of wikitext with symmetric attention
+    "folder": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100,
+                   eval_every=250, attn="symmetric"),
 }
-# your own text, with the recipe of wikitext
-RECIPES["folder"] = dict(RECIPES["wikitext"], attn="symmetric")
 # Flags that act only in an evaluation, all flags that act in it, and all that act in sampling.
 ONLY_IN_EVALUATION = {"window", "stride", "limit"}
 IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "seed", "device", "out_dir"}
 IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
+# The numbers of an evaluation, see evaluate_only.
+SCORES = ("segment", "sliding", "attacked", "attacked_unswapped", "clean_unswapped",
+          "unknown")
+
 
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
+    # flag(...) adds a flag to a group of --help.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own text, if --data_dir is given, else pydoc; "
@@ -97,14 +102,15 @@ def get_args():
     flag("--cutoffs", default="none", help="adaptive softmax, whose clusters of words "
          "start at these ids, for example 20000,40000,200000 (default: none, the full "
          "softmax)")
-    flag("--dropout", type=share, default=0.1, help="dropout rate (default: 0.1)")
+    flag("--dropout", type=zero_to_one, default=0.1, help="dropout rate (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
     flag("--steps", type=positive_int, help="length of the training and of its schedule")
     flag("--batch_size", type=positive_int, help="windows per step of all processes")
     flag("--lr", type=nonnegative_float,
          help="Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=nonnegative_int, help="steps of linear warm-up")
+    flag("--warmup", type=nonnegative_int, help="steps of linear warm-up, fewer than "
+         "--steps (default: set by --data, but at most half of --steps)")
     flag("--clip", type=nonnegative_float, default=0.25,
          help="scale larger gradients down to this norm; 0: never (default: 0.25)")
 
@@ -147,15 +153,21 @@ def get_args():
     common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
     if args.data == "pydoc":
         common.reject_flags(typed & {"data_dir"}, "with --data pydoc")
+    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
+    common.reject_flags(typed & useless, f"with --attn {args.attn}")
+    common.set_missing(args, default_settings(args.attn))           # n_iter, lambd and form
     args.context = args.context or LM_SIZES[args.model]["context"]
+    # A recipe's warm-up can be too long for your --steps.
+    if args.warmup >= args.steps and "warmup" not in typed:
+        args.warmup = args.steps // 2
+    if args.warmup >= args.steps:
+        raise InputError(f"--warmup {args.warmup}: expected fewer than --steps {args.steps}; "
+                         f"otherwise the rate never reaches --lr")
     if checkpoint:
         common.reject_flags(typed & {"out_dir"}, "with --resume")
         args.out_dir = args.resume
         return args, checkpoint
 
-    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     name = "text" if args.data == "folder" else args.data
     args.out_dir = args.out_dir or f"out/{name}_{args.attn}"
     common.check_new_run(args.out_dir)
@@ -220,7 +232,7 @@ def evaluate_only(args, rank, world, device):
     model = lm_from_checkpoint(checkpoint).to(device)
     trained = checkpoint["args"]
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    data, data_dir = common.evaluation_data(args, trained, made="pydoc")
+    data, data_dir = common.evaluation_data(args, trained, built_in="pydoc")
     context = model.config.context
     window = args.window or context
     stride = args.stride or max(window // 4, 1)
@@ -229,7 +241,10 @@ def evaluate_only(args, rank, world, device):
                          f"of the training")
     # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
     # because <unk> would be too easy to predict.
-    word = WORD if WORD in vocab else vocab.words[-1]
+    word = WORD
+    if WORD not in vocab:
+        known = [word for word in vocab.words if word != UNK]
+        word = known[-1]
     table = []
     texts = lines_to_score(data, data_dir, checkpoint["seen"], was_spaced(checkpoint))
     for split, lines in texts.items():
@@ -239,13 +254,15 @@ def evaluate_only(args, rank, world, device):
         swapped_tokens = vocab.encode_lines(swapped_lines)[:args.limit]
         swapped = torch.tensor(swapped[1:len(tokens)])          # the first token has no loss
 
-        def nats(text, stride, title):                          # the loss of each token
+        def token_losses(text, stride, title):
             return sliding_nll(model, text, window, stride, rank=rank, world=world,
                                progress=f"{split} {title}")
 
-        sliding = nats(tokens, stride, "sliding")
-        attacked = nats(swapped_tokens, stride, "attacked")
-        segments = sliding if stride == window else nats(tokens, window, "segment-wise")
+        sliding = token_losses(tokens, stride, "sliding")
+        attacked = token_losses(swapped_tokens, stride, "attacked")
+        segments = sliding
+        if stride != window:
+            segments = token_losses(tokens, window, "segment-wise")
         unknown = 0.0
         if UNK in vocab:
             unknown = 100 * float((tokens == vocab[UNK]).mean())
@@ -259,9 +276,9 @@ def evaluate_only(args, rank, world, device):
                    name="perplexity", images=len(tokens), **numbers, word=word,
                    settings=dict(split=split, window=window, stride=stride),
                    swapped=int(swapped.sum()))
-        cells = [f"{value:.2f}" for value in numbers.values()]
+        cells = [f"{numbers[name]:.2f}" for name in SCORES]
         table.append([split, len(tokens), *cells])
-    common.print0(common.table(table, ["text", "tokens", *numbers]))
+    common.print0(common.table(table, ["text", "tokens", *SCORES]))
 
 
 def was_spaced(checkpoint):
@@ -317,7 +334,8 @@ def main():
         checkpoint = common.load(args.sample)
         model = lm_from_checkpoint(checkpoint).to(device)
         vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-        return print(sample(model, vocab, args, device, was_spaced(checkpoint)))
+        common.print0(sample(model, vocab, args, device, was_spaced(checkpoint)))
+        return
     if args.eval_only:
         common.use_bf16(False, device)                  # in float32, also without TF32
         return evaluate_only(args, rank, world, device)
@@ -360,36 +378,31 @@ def main():
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and place in the batch only.
     tokens = corpus.train.tobytes() + corpus.valid.tobytes()
-    data = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
-                fingerprint=zlib.crc32(tokens))
+    data_identity = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
+                         fingerprint=zlib.crc32(tokens))
     if checkpoint:
-        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
-    common.same_run(args, data, first)
+    common.same_run(args, data_identity, first)
     seen = seen_hashes(args.data_dir)                    # for evaluations: paragraphs to leave out
     as_spaced = is_spaced(args.data_dir)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
-    compiled = model
-    if common.use_compile(args.compile, device):
-        if model.adaptive:                         # the adaptive softmax has data-dependent shapes
-            model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
-        compiled = torch.compile(model, mode="reduce-overhead")
-    net = compiled
-    if world > 1:
-        net = DDP(compiled, gradient_as_bucket_view=True)
-        net.broadcast_buffers = False           # the buffers are constant
+    # the same weights, is evaluated and saved.
+    compiling = common.use_compile(args.compile, device)
+    if compiling and model.adaptive:            # the adaptive softmax has data-dependent shapes
+        model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
+    _, net = common.parallel(model, world, compiling)
 
     log = common.start_log(args, first, model, device, vocab_size=len(vocab),
                            train_tokens=len(corpus.train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    stop = min(args.steps, args.max_steps or args.steps)
-    stop = max(first, stop)                     # of a finished run, no step is left
+    last = min(args.steps, args.max_steps or args.steps)
+    stop = max(first, last)                     # of a finished run, no step is left
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -424,16 +437,19 @@ def main():
         # norm is not finite.
         if logging:
             step_tokens = args.batch_size * args.context
-            common.log_steps(log, done, pending, clock, step_tokens, "tokens", lr=lr)
+            common.log_steps(log, done, pending, began=clock, per_step=step_tokens,
+                             unit="tokens", lr=lr)
 
-        # Evaluate, and write a sample. Then measure mean |k| and the share of nonzero entries of S
-        # in each layer, on a few windows of this batch. These numbers show whether RPC acts.
+        # Evaluate, and write a sample in the first process.
         if evaluating:
             with autocast:
                 metrics = evaluate(model, corpus, args, rank, world)
             text = ""
-            if args.words and not config.reads_the_future:          # such a model cannot write
+            writes = args.words and not config.reads_the_future     # such a model cannot write
+            if writes and rank == 0:
                 text = sample(model, vocab, args, device, as_spaced)
+            # Mean |k| and the share of nonzero entries of S in each layer, on a few windows of this
+            # batch, show whether RPC acts.
             keys = key_statistics(model, windows[:8, :-1], forward=model.hidden)
             common.append_row(log, dict(step=done, eval=metrics, sample=text, **keys))
             common.print0(f"step {done:6d}  valid perplexity "
@@ -447,7 +463,7 @@ def main():
             state = dict(task="language modelling", args=vars(args), step=done,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), metrics=metrics, best=best,
-                         **data, seen=seen, spaced=as_spaced)
+                         **data_identity, seen=seen, spaced=as_spaced)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)

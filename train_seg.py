@@ -34,12 +34,11 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
-from common import (InputError, bar, nonnegative_float, nonnegative_int, positive_int,
-                    rate, share)
+from common import (InputError, bar, below_one, nonnegative_float, nonnegative_int,
+                    positive_int, zero_to_one)
 from data.images import fingerprint, image_batches, send
 from data.masks import (IGNORE, MaskRules, TrainingViews, finish_views,
                         load_segmentation)
@@ -75,9 +74,11 @@ IN_EVALUATION = ONLY_IN_EVALUATION | {
     "eval_only", "data", "data_dir", "num_workers", "window", "stride", "seed",
     "device", "out_dir"}
 
+
 def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
+    # flag(...) adds a flag to a group of --help.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
@@ -105,10 +106,10 @@ def get_args():
     flag("--decoder_attn", choices=["softmax", "symmetric", "rpc"], help="attention of "
          "the decoder; rpc is RPC-Attention in its first block (default: as in the "
          "encoder)")
-    flag("--drop_path", type=rate, default=0.0, help="rate at which residual branches "
-         "are skipped in the encoder's last block; smaller in earlier blocks; in a FAN "
-         "equal in all (default: 0)")
-    flag("--dropout", type=share, default=0.1,
+    flag("--drop_path", type=below_one, default=0.0, help="rate at which residual "
+         "branches are skipped in the encoder's last block; smaller in earlier blocks; in "
+         "a FAN equal in all (default: 0)")
+    flag("--dropout", type=zero_to_one, default=0.1,
          help="dropout rate of the decoder (default: 0.1)")
 
     flag = p.add_argument_group("training").add_argument
@@ -150,25 +151,24 @@ def get_args():
 
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
     typed = common.typed_flags(p)
+
+    # An evaluation. The data of the training may choose two flags, so they are not known yet.
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
-        if "data" not in typed:
-            args.data = None                    # evaluation_data takes the training's data
+        for name in {"data", "num_workers"} - typed:
+            setattr(args, name, None)
         return args, checkpoint
 
-    common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
-    useless = "data_dir" if args.data == "shapes" else "num_images"
-    common.reject_flags(typed & {useless}, f"with --data {args.data}")
+    # A training, new or resumed.
+    reject_useless_flags(args, typed)
+    common.set_missing(args, default_settings(args.attn))           # n_iter, lambd and form
     if checkpoint:
-        common.reject_flags(typed & {"out_dir", "backbone"}, "with --resume")
         args.out_dir = args.resume
         return args, checkpoint
 
-    for name, value in default_settings(args.attn).items():     # n_iter, lambd and form
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    # Scenes start from a classifier, because a small network learns little from scratch in minutes.
-    # args.backbone is None without the flag, and "none" if you want random weights for scenes.
+    # A new training. Scenes start from a classifier, because a small network learns little from
+    # scratch in minutes. args.backbone is None without the flag; the word none asks for random
+    # weights, also for scenes.
     if args.data == "shapes" and args.backbone is None:
         shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"
         args.backbone = os.path.relpath(shipped)
@@ -177,6 +177,25 @@ def get_args():
     args.out_dir = args.out_dir or f"out/seg_{args.data}_{args.attn}"
     common.check_new_run(args.out_dir)
     return args, checkpoint
+
+
+def reject_useless_flags(args, typed):
+    """Raise InputError for flags on the command line that would do nothing in a training.
+
+    typed: the names of the flags on the command line.
+    """
+    reject = common.reject_flags
+    reject(typed & ONLY_IN_EVALUATION, "without --eval_only")
+    if args.resume:
+        reject(typed & {"out_dir", "backbone"}, "with --resume")
+    useless = {"num_images"}
+    if args.data == "shapes":
+        useless = {"data_dir", "num_classes"}
+    reject(typed & useless, f"with --data {args.data}")
+    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
+    if args.decoder_attn == "rpc":
+        useless -= {"n_iter", "lambd", "form"}          # the decoder reads them
+    reject(typed & useless, f"with --attn {args.attn}")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -200,25 +219,32 @@ def train_batches(views, args, start, stop, mean, rank, world):
 
 # --- evaluation of a checkpoint -------------------------------------------------------------------
 
-def load_test_images(args, checkpoint):
+def load_test_images(args, checkpoint, data, data_dir):
     """Load the test images of --eval_only by the rules of the training.
 
-    Returns (images, data set, its folder); evaluation_data chooses the latter two.
+    data, data_dir: the data set and its folder, from common.evaluation_data.
     """
-    trained = checkpoint["args"]
-    data, data_dir = common.evaluation_data(args, trained, made="shapes")
-    flags = Namespace(**(trained | dict(data=data, data_dir=data_dir)))
+    flags = checkpoint["args"] | dict(data=data, data_dir=data_dir)
     part = "all" if data == "folder" else "test"
     classes = list(checkpoint["classes"])
     rules = checkpoint.get("mask_rules")
     if rules:
         rules = MaskRules(**rules)
-    test, = load_segmentation(flags, [part], classes, checkpoint["seen"], rules)
+    test, = load_segmentation(Namespace(**flags), [part], classes, checkpoint["seen"], rules)
     if test.classes != classes:
         raise InputError(f"{data_dir or data} has the classes {test.classes[:9]}, but "
                          f"{args.eval_only} has {classes[:9]}; name the same classes in "
                          f"the same order in classes.txt")
-    return test, data, data_dir
+    return test
+
+
+def corruption(kind, severity, args):
+    """Return a function change(images, index) for `evaluate`, which corrupts images."""
+    def change(images, index):
+        return corrupt(images, kind, severity, seed=args.seed, index=index,
+                       frost_dir=args.frost_dir)
+
+    return change
 
 
 def evaluate_only(args, rank, world, device):
@@ -229,16 +255,19 @@ def evaluate_only(args, rank, world, device):
     """
     checkpoint = common.load(args.eval_only)
     model = segmenter_from_checkpoint(checkpoint).to(device)
-    test, data, data_dir = load_test_images(args, checkpoint)
+    data, data_dir = common.evaluation_data(args, checkpoint["args"], built_in="shapes")
+    test = load_test_images(args, checkpoint, data, data_dir)
+    num_workers = args.num_workers
+    if num_workers is None:
+        num_workers = RECIPES[data].get("num_workers", common.default_workers())
     window = args.window or model.config.image_size
     stride = args.stride or window
     order = epoch_order(len(test), epoch=0, seed=args.seed).tolist()
-    corrupted_images = args.limit or (320 if data == "shapes" else len(test))
-
-    def score(index, change, progress):
-        return evaluate(model, test, size=model.config.image_size, window=window,
-                        stride=stride, index=index, change=change, rank=rank,
-                        world=world, num_workers=args.num_workers, progress=progress)
+    corrupted_images = args.limit
+    if not args.limit:
+        corrupted_images = 320 if data == "shapes" else len(test)
+    options = dict(size=model.config.image_size, window=window, stride=stride,
+                   num_workers=num_workers, rank=rank, world=world)
 
     def add_row(name, index, began, numbers, settings):
         settings = dict(settings, window=window, stride=stride,
@@ -248,7 +277,7 @@ def evaluate_only(args, rank, world, device):
 
     began = time.perf_counter()
     index = order[:args.limit]                          # the numbers of the images
-    clean = score(index, None, "clean")
+    clean = evaluate(model, test, index=index, progress="clean", **options)
     add_row("clean", index, began, clean, {})
     table = [table_row("clean", index, [clean])]
 
@@ -258,11 +287,9 @@ def evaluate_only(args, rank, world, device):
         began = time.perf_counter()
         results = []
         for severity in args.severities:
-            def corrupted(images, image_numbers):
-                return corrupt(images, kind, severity, seed=args.seed,
-                               index=image_numbers, frost_dir=args.frost_dir)
-
-            results.append(score(index, corrupted, kind))
+            result = evaluate(model, test, index=index, progress=kind,
+                              change=corruption(kind, severity, args), **options)
+            results.append(result)
         numbers = {}
         for field in clean:
             numbers[field] = [result[field] for result in results]
@@ -304,18 +331,31 @@ def main():
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. For your own images, a tenth of the images is held out and chooses best.pt. Otherwise
-    # `val` contains the test images, which choose nothing.
+    # The classifier that the encoder starts from. inherited: hashes of your own images that chose
+    # its weights.
+    backbone = None
+    inherited = checkpoint.get("inherited", [])
+    if not checkpoint and args.backbone not in (None, "none"):
+        backbone_checkpoint = common.load(args.backbone)
+        backbone = load_classifier(backbone_checkpoint)
+        inherited = backbone_checkpoint.get("seen", [])
+
+    # Data. For your own images, a tenth of the images is held out and chooses best.pt, without
+    # images of the backbone and copies of training images. Otherwise `val` contains the test
+    # images, which choose nothing.
     keep_best = args.data == "folder"
     args.window = args.window or args.size
     args.stride = args.stride or args.window
     part = "val" if keep_best else "test"
-    split = "validation" if keep_best else "test"       # the word for messages
-    train, val = load_segmentation(args, ["train", part])
-    common.print0(f"{args.data}: {len(train)} training, {len(val)} {split} images, "
+    kind = "validation" if keep_best else "test"        # the word for messages
+    train, = load_segmentation(args, ["train"])
+    val, = load_segmentation(args, [part], seen={*inherited, *train.hashes})
+    common.print0(f"{args.data}: {len(train)} training, {len(val)} {kind} images, "
                   f"{len(train.classes)} classes")
     photos = args.data != "shapes"                      # scenes keep their size and colours
-    scales = (0.5, 2.0) if photos else (1.0, 1.0)
+    scales = (1.0, 1.0)
+    if photos:
+        scales = (0.5, 2.0)
     views = TrainingViews(train, args.size, scales, args.seed, distorted=photos)
     common.check_batch_size(args.batch_size, world, len(train))
     epoch_steps = len(train) // args.batch_size                     # only whole batches
@@ -324,18 +364,14 @@ def main():
         args.epochs = min(max(about_3000_steps, 8), 400)
     total = args.epochs * epoch_steps
 
+    # Images that chose weights, of the backbone or of this network, are never test images. The
+    # checkpoint stores their hashes.
+    earlier = checkpoint.get("seen", inherited)
+    seen = sorted({*earlier, *train.hashes, *val.hashes})
+
     # Model. The flags describe the model, also with --resume and with --backbone.
-    backbone = None
-    seen = checkpoint.get("seen", [])
-    if not checkpoint and args.backbone not in (None, "none"):
-        backbone_checkpoint = common.load(args.backbone)
-        backbone = load_classifier(backbone_checkpoint)
-        seen = backbone_checkpoint.get("seen", [])
     if args.model is None:
         args.model = encoder_size(backbone.config) if backbone else "nano"
-    # Images that trained the backbone or this network are never test images. The checkpoint stores
-    # their hashes.
-    seen = sorted({*seen}.union(train.hashes, val.hashes))
     size = ENCODER_SIZES[args.model]
     architecture = "fan" if args.model in FAN_SIZES else "vit"
     config = SegmenterConfig(
@@ -363,37 +399,30 @@ def main():
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and sample only.
     fingerprints = [fingerprint(train), fingerprint(val)]
-    data = dict(classes=list(train.classes), fingerprint=fingerprints)
+    data_identity = dict(classes=list(train.classes), fingerprint=fingerprints)
     mask_rules = train.rules._asdict() if train.rules else None
     if checkpoint:
         # Checkpoints of an earlier version have no architecture, because all were ViTs.
         checkpoint["model_config"].setdefault("architecture", "vit")
-        fixed = data | asdict(config) | dict(batch_size=args.batch_size)
+        fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
     metrics = checkpoint.get("metrics", {})
     best = common.best_evaluation(checkpoint, args.out_dir)
-    common.same_run(args, data, first)
+    common.same_run(args, data_identity, first)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
-    # the same weights, is evaluated and saved. The mode reduce-overhead runs CUDA graphs.
-    compiled = model
-    if common.use_compile(args.compile, device):
-        # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
-        mode = "default" if args.attn == "rpca" else "reduce-overhead"
-        compiled = torch.compile(model, mode=mode)
-    net = compiled
-    if world > 1:
-        net = DDP(compiled, gradient_as_bucket_view=True)
-        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use them (the
-        # means of a FAN's BatchNorm), and share_buffers copies them before an evaluation.
-        net.broadcast_buffers = False
+    # the same weights, is evaluated and saved.
+    compiling = common.use_compile(args.compile, device)
+    # rpca computes eigenvalues, for which the CPU waits. A CUDA graph cannot wait.
+    mode = "default" if args.attn == "rpca" else "reduce-overhead"
+    _, net = common.parallel(model, world, compiling, mode)
 
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    stop = min(total, args.max_steps or total)
-    stop = max(first, stop)                     # of a finished run, no step is left
+    last = min(total, args.max_steps or total)
+    stop = max(first, last)                     # of a finished run, no step is left
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -436,11 +465,10 @@ def main():
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
         # norm is not finite.
         if logging:
-            common.log_steps(log, done, pending, clock, args.batch_size, "images",
-                             epoch=epoch, lr=lr)
+            common.log_steps(log, done, pending, began=clock, per_step=args.batch_size,
+                             unit="images", epoch=epoch, lr=lr)
 
-        # Evaluate. Then measure mean |k| and the share of nonzero entries of S in each layer, on a
-        # few images of this batch. These numbers show whether RPC acts.
+        # Evaluate.
         metrics = {}
         if saving:
             common.share_buffers(model)
@@ -448,6 +476,8 @@ def main():
             metrics = evaluate(model, val, size=args.size, window=args.window,
                                stride=args.stride, amp=amp, rank=rank, world=world,
                                num_workers=args.num_workers, progress="evaluating")
+            # Mean |k| and the share of nonzero entries of S in each layer, on a few images of this
+            # batch, show whether RPC acts.
             keys = key_statistics(model, images[:8])
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             common.print0(f"step {done:6d}  mean IoU {metrics['mean_iou']:.2f}")
@@ -462,7 +492,8 @@ def main():
             state = dict(task="segmentation", args=vars(args), step=done,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), metrics=metrics, best=best,
-                         **data, seen=seen, mask_rules=mask_rules)
+                         **data_identity, seen=seen, inherited=inherited,
+                         mask_rules=mask_rules)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
@@ -472,7 +503,7 @@ def main():
 
     if metrics:                                 # of the last step, or of a finished run
         minutes = (time.perf_counter() - began) / 60
-        common.print0(f"{args.data} {config.attn}: {split} mean IoU "
+        common.print0(f"{args.data} {config.attn}: {kind} mean IoU "
                       f"{metrics['mean_iou']:.2f} % ({len(val)} images), {minutes:.1f} "
                       f"minutes")
     if best:

@@ -131,7 +131,7 @@ def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
 
 @pytest.mark.parametrize("kind, bad", [
     (common.positive_int, ("0", "-1")), (common.nonnegative_int, ("-1",)),
-    (common.nonnegative_float, ("-1", "nan")), (common.share, ("-0.1", "2", "nan")),
+    (common.nonnegative_float, ("-1", "nan")), (common.zero_to_one, ("-0.1", "2", "nan")),
     (common.fraction, ("1/0", "256/255", "-1/255"))])
 def test_flags_reject_wrong_numbers(kind, bad):
     for text in bad:
@@ -140,11 +140,11 @@ def test_flags_reject_wrong_numbers(kind, bad):
     assert kind("1") == 1
 
 
-def test_a_rate_is_below_one():
-    assert common.rate("0") == 0 and common.rate("0.9") == 0.9
+def test_below_one_rejects_one():
+    assert common.below_one("0") == 0 and common.below_one("0.9") == 0.9
     for text in ("1", "2", "nan", "-0.1"):
         with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
-            common.rate(text)
+            common.below_one(text)
 
 
 def test_wrong_layers_are_one_line():

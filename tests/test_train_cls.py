@@ -21,6 +21,7 @@ from timm.scheduler import CosineLRScheduler
 import common
 import train_cls
 from data.augment import augment_uint8, mix, to_float
+from data.datasets import DATASETS, DataSource
 from data.images import hash_pixels, read_image
 from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
@@ -204,6 +205,39 @@ def test_held_out_images_were_not_trained_on():
     train(SMALL, "--holdout 16 --init_from a --max_steps 1 --out_dir b")
 
 
+def test_a_process_without_images_evaluates_nothing(monkeypatch):
+    """Two images, and the fourth of four processes."""
+    monkeypatch.setattr(train_cls.dist, "all_reduce", lambda total: None)
+    model = ViT(ViTConfig(16, 8, 10, 32, 1, 1))
+    images = load_shapes("test", 2, 16)
+    numbers = train_cls.evaluate(model, images, Namespace(), torch.device("cpu"), rank=3, world=4)
+    assert numbers == dict(top1=0, top5=0, loss=0)
+
+
+def test_the_attack_computes_gradients_outside_of_autocast(monkeypatch):
+    inside, logits = [], []
+
+    def attack(model, images, labels, eps, **settings):
+        inside.append(torch.is_autocast_enabled("cpu"))
+        logits.append(model(images))
+        return images
+    monkeypatch.setattr(train_cls, "pgd", attack)
+    train(SMALL, "--max_steps 1 --adv_eps 2/255 --amp --out_dir a")
+    assert inside == [False] and logits[0].dtype == torch.bfloat16
+
+
+def test_every_run_reaches_its_learning_rate():
+    """A recipe's warm-up shrinks; a warm-up on the command line is an error."""
+    for epochs, warmup in ((1, 0.5), (2, 1)):
+        args, _ = call(train_cls.get_args, SMALL, f"--epochs {epochs}")
+        assert args.warmup_epochs == warmup
+    args, _ = call(train_cls.get_args, "--data imagenet --data_dir x --epochs 4")
+    assert args.warmup_epochs == 2
+    for warmup in ("2", "3"):
+        assert f"--warmup_epochs {warmup}: expected fewer than --epochs 2" in bad(
+            SMALL, "--epochs 2 --warmup_epochs", [warmup])
+
+
 def test_no_learning_rate_exceeds_the_flag():
     for lr in (1e-3, 1e-5, 2e-6, 1e-7, 0.0):
         args = Namespace(lr=lr)
@@ -216,7 +250,9 @@ def test_no_learning_rate_exceeds_the_flag():
     ("--data shapes --data_dir photos", "data_dir"), ("--data_dir p --num_images 9", "num_images"),
     ("--data_dir p --holdout 3", "holdout"), ("--data imagenet --data_dir p --holdout 3", "holdout"),
     ("--download", "download"), ("--data cifar10 --num_images 9", "num_images"),
-    ("--adv_steps 4", "adv_steps"),
+    ("--adv_steps 4", "adv_steps"), ("--num_workers 2", "num_workers"),
+    ("--data cifar10 --data_dir p --num_workers 2", "num_workers"),
+    ("--data_dir p --num_workers 2", "num_workers"),
     ("--attn scaled_s --rpc_layers all", "rpc_layers"), ("--attn softmax --form admm", "form"),
     ("--attn symmetric --n_iter 6 --lambd 3", "lambd, --n_iter")])
 def test_a_flag_without_effect_is_an_error(flags, names):
@@ -235,8 +271,20 @@ def test_wrong_flags_are_one_line():
                  "max_steps 0"):
         name, value = flag.split()
         assert f"argument --{name}: {value}: expected" in bad(f"--{flag}")
-    assert "--warmup_epochs 3: expected at most --epochs 2" in bad(
-        SMALL, "--epochs 2 --warmup_epochs 3")
+    assert "--download needs --data_dir" in bad("--data cifar10 --download")
+
+
+def test_images_in_memory_have_the_size_of_the_flag(monkeypatch):
+    source = DataSource(lambda part, args: load_shapes(part, 20, 32), DATASETS["shapes"].recipe)
+    monkeypatch.setitem(DATASETS, "of 32 px", source)
+    line = bad(["--data", "of 32 px"], "--image_size 16 --max_steps 1 --out_dir a")
+    assert "--image_size 16: the images of --data of 32 px have 32 x 32 pixels" in line
+
+
+def test_only_one_process_downloads(monkeypatch):
+    monkeypatch.setattr(common, "start_processes", lambda name: (0, 2, torch.device("cpu")))
+    line = bad("--data cifar10 --data_dir x --download")
+    assert "--download: expected one process" in line and not Path("x").exists()
 
 
 def of_its_node():

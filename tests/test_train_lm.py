@@ -22,7 +22,7 @@ from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from processes import group
 from runs import call, flags, log, make_text, refused, rows
 
-SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 --warmup 5 "
+SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 "
          "--eval_every 100").split()
 train, bad = partial(call, train_lm.main), partial(refused, train_lm)
 
@@ -140,6 +140,23 @@ def test_an_evaluation_has_the_trainings_tokens(capsys):
     assert train_lm.was_spaced(common.load("a")) is False
 
 
+def test_the_inserted_word_is_not_unk():
+    """No word of the text is rare, so <unk> is the last word of the vocabulary."""
+    Path("own.txt").write_text("the cat ran and sat .\n\n" * 80)
+    train(SMALL, "--data_dir own.txt --data wikitext --out_dir a --steps 1")
+    assert common.load("a")["vocab"].split("\n")[-1] == "<unk>"
+    Path("new.txt").write_text("the cat sat and ran .\n" * 9)
+    train("--eval_only a --data_dir new.txt")
+    row, = common.read_log("a/results.jsonl")
+    assert row["word"] == "."
+
+
+def test_a_short_run_has_a_short_warmup():
+    for steps, warmup in ((30, 15), (100, 50), (101, 100)):
+        args, _ = call(train_lm.get_args, SMALL, f"--steps {steps}")
+        assert args.warmup == warmup
+
+
 def test_the_data_of_an_evaluation_act():
     train(SMALL, "--out_dir a --steps 1")
     assert "--data wikitext needs --data_dir" in bad("--eval_only a --data wikitext")
@@ -160,7 +177,7 @@ def test_an_evaluation_keeps_the_trainings_data_set():
                                ((None, "new"), made, ("folder", "new")),
                                ((None, None), made, ("pydoc", None))):
         args = Namespace(data=args[0], data_dir=args[1])
-        assert common.evaluation_data(args, of, made="pydoc") == expected
+        assert common.evaluation_data(args, of, built_in="pydoc") == expected
 
 
 def test_flags_without_effect_are_errors():
@@ -171,7 +188,10 @@ def test_flags_without_effect_are_errors():
                         ("--sample a --stride 3", "--stride"),
                         ("--resume a --out_dir b", "--out_dir"),
                         ("--sample a --eval_only a", "--eval_only"),
-                        ("--data pydoc --data_dir text", "--data_dir")):
+                        ("--data pydoc --data_dir text", "--data_dir"),
+                        ("--attn softmax --n_iter 2", "--n_iter"),
+                        ("--attn symmetric --rpc_layers all", "--rpc_layers"),
+                        ("--attn symmetric --mu_over token", "--mu_over")):
         assert f"{flag}: no effect" in bad(given), given
 
 
@@ -182,7 +202,9 @@ def test_likely_mistakes_are_one_line():
                          ("--rpc_layers first", "--rpc_layers first: expected"),
                          ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
                          ("--cutoffs x", "--cutoffs x"),
-                         ("--cutoffs 5,9999", "expected increasing")):
+                         ("--cutoffs 5,9999", "expected increasing"),
+                         ("--context 1", "context=1, expected 2 tokens or more"),
+                         ("--steps 5 --warmup 5", "--warmup 5: expected fewer than --steps 5")):
         assert words in bad(SMALL, given)
     train(SMALL, "--out_dir a --steps 1")
     assert "--window 17: expected at most 16" in bad("--eval_only a --window 17")

@@ -26,7 +26,7 @@ from data.rng import DROPOUT, epoch_order, seed_from
 from fan import FAN, FAN_SIZES, FANConfig
 from processes import group
 from runs import call, flags, log, make_pairs, refused, rows
-from segmenter import (Segmenter, SegmenterConfig, confusion, predict_classes, scores,
+from segmenter import (SCORES, Segmenter, SegmenterConfig, confusion, predict_classes, scores,
                        segmenter_from_checkpoint)
 from test_segmentation import make_masks
 from vit import SIZES, ViT, ViTConfig
@@ -220,6 +220,44 @@ def test_images_of_the_backbone_are_never_tested(root):
     assert model.config.attn == run["args"]["attn"]
 
 
+def test_images_of_the_backbone_do_not_validate(capsys):
+    """Also after a resume, without the backbone's file."""
+    make_masks(Path("mine"), [0, 1, 2])
+    val, = own_folder("mine", ["val"])
+    classifier("a.pt", attn="symmetric")
+    torch.save(torch.load("a.pt") | dict(seen=val.hashes[:2]), "a.pt")          # one image
+    run = "--data_dir mine --size 24 --num_workers 0 --max_steps 1"
+    train(run, "--backbone a.pt --out_dir a")
+    assert f", {len(val) - 1} validation images" in capsys.readouterr().out
+    assert {*val.hashes} < {*common.load("a/last.pt")["seen"]}
+    Path("a.pt").unlink()
+    train("--resume a --max_steps 2")
+    assert common.load("a/last.pt")["inherited"] == val.hashes[:2]
+
+
+def test_an_evaluation_has_workers_for_its_data(root, monkeypatch):
+    """Only rendered scenes, which are in memory, need none."""
+    monkeypatch.setattr(common, "default_workers", lambda: 7)
+    train(ADE, [root], "--size 32 --attn symmetric --backbone none --out_dir a")
+    train("--num_images 40 --max_steps 1 --out_dir b")
+    numbers = dict.fromkeys(SCORES, 1.0)
+    workers = []
+    monkeypatch.setattr(train_seg, "evaluate",
+                        lambda *args, **how: workers.append(how["num_workers"]) or numbers)
+    for given in ("--eval_only a", "--eval_only a --num_workers 2", "--eval_only b"):
+        train(given, "--severities")
+    assert workers == [7, 2, 0]
+
+
+def test_flags_replace_the_restored_ones(root):
+    """Another machine has other folders and another number of cores."""
+    train(ADE, [root], "--size 32 --attn symmetric --backbone none --out_dir a")
+    args, _ = call(train_seg.get_args, "--resume a")
+    assert (args.data_dir, args.num_workers) == (str(root), 0)
+    args, _ = call(train_seg.get_args, "--resume a --num_workers 3 --data_dir b")
+    assert (args.data_dir, args.num_workers) == ("b", 3)
+
+
 def test_an_evaluation_has_the_rules_of_the_training(root, capsys):
     colours = [0, 0, 0, 200, 40, 40, 40, 60, 210]
     make_masks(Path("one"), [0, 1, 2], palette=colours)
@@ -253,12 +291,19 @@ def test_flags_without_effect_are_errors(root):
                         ("--eval_only a --amp", "--amp"), ("--eval_only a --resume b", "--resume"),
                         ("--limit 3", "--limit"), ("--severities", "--severities"),
                         ("--data_dir a --data shapes", "--data_dir"),
-                        ("--data_dir a --num_images 9", "--num_images")):
+                        ("--data_dir a --num_images 9", "--num_images"),
+                        ("--num_classes 5", "--num_classes"),
+                        ("--attn softmax --n_iter 2", "--n_iter"),
+                        ("--attn symmetric --rpc_layers all", "--rpc_layers"),
+                        ("--attn symmetric --decoder_attn rpc --rpc_layers all", "--rpc_layers"),
+                        ("--attn rpca --form paper", "--form")):
         if "--resume" in given:
             train("--num_images 40 --max_steps 1 --out_dir b")
         assert f"{flag}: no effect" in bad(given), given
     for given in ("--out_dir c", "--backbone none"):
         assert f"{given.split()[0]}: no effect with --resume" in bad("--resume b", given)
+    args, _ = call(train_seg.get_args, "--attn softmax --decoder_attn rpc --n_iter 2")
+    assert args.n_iter == 2                                         # the decoder reads it
 
 
 def test_likely_mistakes_are_one_line():
