@@ -95,8 +95,8 @@ def get_args():
     flag("--lr", type=nonnegative_float,
          help="highest learning rate; DeiT: 5e-4 per 512 images")
     flag("--warmup_epochs", type=nonnegative_float, default=1,
-         help="epochs of warm-up, fewer than --epochs (default: 1; if --epochs is 1, a "
-         "half)")
+         help="epochs of warm-up, fewer than --epochs (default: 1; half of --epochs if "
+         "--epochs is not larger)")
     flag("--weight_decay", type=nonnegative_float, default=0.05,
          help="AdamW's weight decay of matrices (default: 0.05)")
     flag("--clip", type=nonnegative_float, default=1.0,

@@ -110,7 +110,7 @@ def get_args():
     flag("--lr", type=nonnegative_float,
          help="Adam's highest learning rate; there is no weight decay")
     flag("--warmup", type=nonnegative_int, help="steps of linear warm-up, fewer than "
-         "--steps (default: set by --data, but at most half of --steps)")
+         "--steps (default: set by --data; half of --steps if --steps is not larger)")
     flag("--clip", type=nonnegative_float, default=0.25,
          help="scale larger gradients down to this norm; 0: never (default: 0.25)")
 

@@ -179,9 +179,9 @@ def test_amp_is_bf16_in_training(name):
 
 
 def main_and_seed(name):
-    """Run main() and print the seed of the last step's masks. Only rank 0 may write files."""
+    """Run main() and print the seed of the last step's masks. Only rank 0 may write."""
     if os.environ["RANK"] != "0":
-        common.replacing = common.save = None
+        common.replacing = common.save = train_lm.sample = None
     SCRIPTS[name].main()
     print(torch.initial_seed())
 
