@@ -155,6 +155,13 @@ def nonnegative_int(text):
     return value
 
 
+def seed(text):
+    """Return a flag's seed, a whole number from 0 to 2**31 - 1: data/rng.py uses 32-bit integers."""
+    value = int(text)
+    check_range(text, value, 0, 2 ** 31 - 1)
+    return value
+
+
 def nonnegative_float(text):
     """Return a flag's number, 0 or more; inf is allowed."""
     value = float(text)
@@ -519,13 +526,18 @@ def cut_log(path, step):
 
 
 def to_json(value, sort_keys=False):
-    """Return a value of plain Python types as JSON. JSON has no infinity: inf becomes "inf"."""
+    """Return a value of plain Python types as JSON.
+
+    JSON has no infinity and no NaN: they become the texts "inf", "-inf" and "nan".
+    """
     def finite(x):
         if isinstance(x, dict):
             return {key: finite(entry) for key, entry in x.items()}
         if isinstance(x, (list, tuple)):
             return [finite(entry) for entry in x]
-        return "inf" if x == math.inf else x
+        if isinstance(x, float) and not math.isfinite(x):
+            return str(x)
+        return x
 
     return json.dumps(finite(value), sort_keys=sort_keys)
 

@@ -29,7 +29,6 @@ prediction takes the place of the true class, so misclassified images are attack
 """
 
 import copy
-import hashlib
 import math
 import os
 import runpy
@@ -45,12 +44,14 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 import torch
 import torch.distributed as dist
 
-import fan  # noqa: F401: always loaded, so `code` is the same with and without a FAN in --ckpt
+# `code` hashes all loaded modules. fan is always loaded, so that a FAN in --ckpt changes nothing.
+import fan  # noqa: F401
 from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
-from results import kind_of, pack, read_rows, recipe, row_key, rows_table, seeds_table
+from results import (PROJECT, code_hash, kind_of, loaded_modules, pack, read_rows, recipe,
+                     row_key, rows_table, seeds_table)
 from robust import attack_right_images, metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
 from robust.attacks import (check_adversarial, check_logits, check_repeats,
@@ -66,7 +67,8 @@ class Attack(NamedTuple):
     """An attack of --measures."""
     run: Callable                       # run(net, images, labels, eps, *, seed, index, **settings)
     settings: dict = {}
-    own_eps: float | None = None        # a budget, for which --eps has no effect; inf: no budget
+    own_eps: float | None = None        # None: --eps gives the budgets. A number: the only budget.
+                                        # inf: no budget
 
 
 # To change a setting, edit its line; to add an attack, add a line.
@@ -103,15 +105,14 @@ PRESETS = dict(default=ATTACKS, paper=PAPER_ATTACKS)
 EPS = dict(default=[k / 255 for k in (1, 2, 4, 8)], paper=[k / 255 for k in range(1, 7)])
 
 FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their own folder and flag
-MEASURES = ["clean", "corruptions", *CORRUPTIONS]         # a name in CORRUPTIONS: this type only
-MEASURES += ATTACKS
-MEASURES += FOLDERS
+# "corruptions": the 15 types of ImageNet-C. A name in CORRUPTIONS: this type only.
+MEASURES = ["clean", "corruptions", *CORRUPTIONS, *ATTACKS, *FOLDERS]
 DEFAULT_MEASURES = ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
 
 # Images per measure without --limit; all images in the measures that are not named. On rendered
 # scenes there are few images, so that a CPU needs only minutes.
-SCENE_LIMITS = dict.fromkeys(ATTACKS, 80) | dict(
-    corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
+SCENE_LIMITS = {name: 80 for name in ATTACKS}
+SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
 SLOW_LIMITS = dict(spsa=100, cw=100, square=1000, autoattack=1000, adaptive_autoattack=1000)
 
 
@@ -141,7 +142,7 @@ def get_args(words=None):
     flag("--preset", choices=PRESETS, default="default",
          help="conditions of attacks; paper repeats the conditions and settings of the "
          "paper's code")
-    flag("--seed", type=int, default=0,
+    flag("--seed", type=common.seed, default=0,
          help="seed of all random numbers, also of the choice of images (default: 0)")
     flag("--table", nargs="+", metavar="PATH",
          help="do not evaluate; print the tables of these results.jsonl files, or of the "
@@ -176,8 +177,8 @@ def get_args(words=None):
     flag("--batch_size", type=common.positive_int,
          help="images per batch, which bounds the memory (default: depends on the image "
          "size; on a GPU also on the networks and the free memory)")
-    flag("--num_workers", type=common.nonnegative_int, default=common.default_workers(),
-         help="processes that decode images (default: %(default)s)")
+    flag("--num_workers", type=common.nonnegative_int,
+         help=f"processes that decode image files (default: {common.default_workers()})")
     flag("--device", help="cuda, mps or cpu (default: the best found)")
     args = p.parse_args(words)
     if not args.ckpt and not args.model and not args.table:
@@ -197,26 +198,26 @@ def reject_useless_flags(args, typed):
         common.reject_flags(typed & {"image_size"}, "without --model")
     if args.corrupted_dir:
         common.reject_flags(typed & {"frost_dir"}, "with --corrupted_dir")
+    # The flags of measures, and which of them the measures use.
+    optional = {"preset", "eps", "steps", "severities", "corrupted_dir", "frost_dir", *FOLDERS}
     measures = set(args.measures)
+    used = measures.intersection(FOLDERS)
     attacks = [PRESETS[args.preset][name] for name in measures.intersection(ATTACKS)]
-    useless = set(FOLDERS) - measures
-    if not attacks:
-        useless.add("preset")
-    if all(attack.own_eps is not None for attack in attacks):
-        useless.add("eps")
-    if not any("steps" in attack.settings for attack in attacks):
-        useless.add("steps")
-    if measures.isdisjoint(["corruptions", *CORRUPTIONS]):
-        useless |= {"severities", "corrupted_dir"}
-    if measures.isdisjoint(["corruptions", "frost"]):
-        useless.add("frost_dir")
+    if attacks:
+        used.add("preset")
+    if any(attack.own_eps is None for attack in attacks):
+        used.add("eps")
+    if any("steps" in attack.settings for attack in attacks):
+        used.add("steps")
+    if measures.intersection(["corruptions", *CORRUPTIONS]):
+        used |= {"severities", "corrupted_dir"}
+    if measures.intersection(["corruptions", "frost"]):
+        used.add("frost_dir")
+    useless = optional - used
     common.reject_flags(typed & useless, f"with --measures {' '.join(args.measures)}")
 
 
 # --- models ---------------------------------------------------------------------------------------
-
-PROJECT = Path(__file__).resolve().parent
-
 
 class Model(NamedTuple):
     """A network to evaluate."""
@@ -231,56 +232,57 @@ class Model(NamedTuple):
     seen: list = []                      # hashes of the photos that its training used
 
 
-def loaded_files(folder):
-    """Return {name: path} of the loaded modules below a folder, without installed libraries.
-
-    A package without __init__.py has the path of its folder.
-    """
-    files = {}
-    for name, module in list(sys.modules.items()):
-        place = getattr(module, "__file__", None)
-        if place is None and hasattr(module, "__path__"):
-            place = next(iter(module.__path__), None)
-        if place is not None:
-            path = Path(place).resolve()
-            if path.is_relative_to(folder) and "site-packages" not in path.parts:
-                files[name] = path
-    return files
-
-
-def code_hash(*files):
-    """Hash the sources of all loaded modules of the project, and of more files.
-
-    A row belongs to the code that computed it: after an edit, rows are computed again.
-    """
-    sources = set(loaded_files(PROJECT).values()) | set(files)
-    texts = [(path.name, path.read_bytes()) for path in sources if path.is_file()]
-    digest = hashlib.sha256()
-    for name, text in sorted(texts):
-        digest.update(f"{name} {len(text)} ".encode() + text)
-    return digest.hexdigest()[:16]
+def module_names(folder):
+    """Return the names of the modules and packages in a folder."""
+    modules = {path.stem for path in folder.glob("*.py")}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")}
+    return modules | packages
 
 
 @contextmanager
 def own_imports(folder):
-    """Let a file import its neighbours in the folder, whatever modules are loaded already.
+    """Let a file import the modules of its folder, whatever modules are loaded already.
 
     Afterwards the modules of the folder and of the project are the same as before.
     """
     before = dict(sys.modules)
-    neighbours = {path.stem for path in folder.glob("*.py")}
-    neighbours |= {path.parent.name for path in folder.glob("*/__init__.py")}
-    if folder != PROJECT:                                 # then a neighbour hides our module
-        for name in loaded_files(PROJECT):
-            if name.partition(".")[0] in neighbours:
+    # 1. Forget our modules whose names are also in the folder.
+    if folder != PROJECT:
+        names = module_names(folder)
+        for name in loaded_modules(PROJECT):
+            if name.partition(".")[0] in names:
                 del sys.modules[name]
+    # 2. Search the folder first.
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        # Forget the new modules: another folder may have files of the same names.
-        for name in loaded_files(folder) | loaded_files(PROJECT):
+        # 3. Forget the new modules: another folder may have files of the same names.
+        for name in loaded_modules(folder) | loaded_modules(PROJECT):
+            del sys.modules[name]
+        # 4. Bring our modules back.
+        sys.modules.update(before)
+
+
+@contextmanager
+def no_imports(folder):
+    """Let every import of a module of the folder fail with ModuleNotFoundError.
+
+    An import after `own_imports` would find no module, or our module of the same name. The modules
+    of the project itself stay.
+    """
+    names = module_names(folder)
+    before = dict(sys.modules)
+    names |= {name for name in before if name.partition(".")[0] in names}
+    if folder == PROJECT:
+        names -= before.keys()
+    for name in names:
+        sys.modules[name] = None                          # Python raises the error for None
+    try:
+        yield
+    finally:
+        for name in names:
             del sys.modules[name]
         sys.modules.update(before)
 
@@ -303,18 +305,20 @@ def load_model(path, device):
     else:
         raise InputError(f"--ckpt {path} is for {task}; evaluate it by train_seg.py or "
                          f"train_lm.py --eval_only")
+    net, images, logits = checked_network(net, net.config.image_size, device)
     # A row has only the settings that are not ViTConfig's defaults, so that a new setting does not
     # change the rows of older networks.
     usual = vars(ViTConfig()) | ViTConfig().pap
     settings = vars(net.config) | net.config.pap
     config = {name: value for name, value in settings.items()
               if name != "pap" and value != usual.get(name)}
+    size = net.config.image_size
     about = dict(model=f"{kind_of(net.config)}, {run}", checkpoint=str(path),
-                 model_config=config, recipe=recipe(trained))
-    model = checked_model(net, net.config.image_size, device, about)
+                 model_config=config, recipe=recipe(trained), weights=common.checksum(net),
+                 size=size, code=code_hash())
     classes = list(checkpoint.get("classes") or [])
-    return model._replace(classes=classes, trained=trained, crop=crop,
-                          seen=checkpoint.get("seen", []))
+    return Model(net, size, images, num_logits=logits.shape[1], about=about, classes=classes,
+                 trained=trained, crop=crop, seen=checkpoint.get("seen", []))
 
 
 def load_file(path, size, device):
@@ -322,8 +326,8 @@ def load_file(path, size, device):
 
     size: the pixels per side of its images.
     """
-    file, _, function = path.rpartition(":")
-    file = Path(file).resolve()
+    name, _, function = path.rpartition(":")
+    file = Path(name).resolve()
     if not file.is_file():
         raise InputError(f"--model {path}: there is no file {file}")
     with own_imports(file.parent):
@@ -332,23 +336,32 @@ def load_file(path, size, device):
             raise InputError(f"--model {path}: {file.name} has no function {function}")
         torch.manual_seed(0)                              # the same weights on every process
         net = names[function]()
-        about = dict(model=path, checkpoint=path, recipe="")
-        model = checked_model(net, size, device, about)
-        files = set(loaded_files(file.parent).values()) | set(loaded_files(PROJECT).values())
-        # The logits of an image stand for the files that `code` misses: files that are no modules.
-        with torch.no_grad():
-            logits = model.net(model.images)[0].cpu().float()
-    numbers = torch.arange(1, 1 + len(logits))
-    answer = (logits * numbers).sum().item()
+        imported = loaded_modules(file.parent) | loaded_modules(PROJECT)
+    try:
+        with no_imports(file.parent):
+            net, images, logits = checked_network(net, size, device)
+    except ModuleNotFoundError as error:
+        missing, _, _ = (error.name or "").partition(".")
+        if missing not in module_names(file.parent):
+            raise
+        raise InputError(f"--model {path}: the network imports {error.name} when it runs; expected "
+                         f"this import at the top of {file.name} or inside {function}") from None
+    # `answer` stands for the files that `code` misses: files that are no modules. The weights are
+    # 1, 2, ..., so that exchanged logits change the sum.
+    weights = torch.arange(1, 1 + logits.shape[1])
+    answer = (logits[0].cpu() * weights).sum().item()
     config = dict(build=path, answer=f"{answer:.4g}")
-    code = code_hash(file, *files)                        # with the project's modules, now visible
-    return model._replace(about=model.about | dict(model_config=config, code=code))
+    # In `own_imports` our hidden modules are missing, so code_hash is called after it.
+    about = dict(model=path, checkpoint=path, model_config=config, recipe="",
+                 weights=common.checksum(net), size=size,
+                 code=code_hash(file, *imported.values()))
+    return Model(net, size, images, num_logits=logits.shape[1], about=about)
 
 
-def checked_model(net, size, device, about):
-    """Return the Model of a network. InputError unless logits depend on one image alone.
+def checked_network(net, size, device):
+    """Prepare a network on the device, in eval mode, frozen; try it on two images.
 
-    about: the fields model, checkpoint and recipe of its rows.
+    Returns (net, images, logits). InputError unless the logits of an image depend on it alone.
     """
     net = net.to(device).eval().requires_grad_(False)
     ramp = torch.linspace(0, 1, 6 * size ** 2, device=device)
@@ -357,8 +370,7 @@ def checked_model(net, size, device, about):
         logits = net(images).float()
     check_logits(logits)
     check_repeats(net, images, logits)
-    about = about | dict(weights=common.checksum(net), size=size, code=code_hash())
-    return Model(net, size, images, logits.shape[1], about)
+    return net, images, logits
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -383,10 +395,10 @@ def only_value(models, values, name, advice):
 
 
 def complete_flags(args, models):
-    """Return a copy of the flags with the values in use of data, data_dir and batch_size."""
+    """Return a copy of the flags with the values in use of data and data_dir."""
     args = copy.copy(args)
     sizes = [model.size for model in models]
-    size = only_value(models, sizes, "image_size", "evaluate them one by one")
+    only_value(models, sizes, "image_size", "evaluate them one by one")
     if not args.data:
         stored = [model.trained.get("data") for model in models]
         args.data = only_value(models, stored, "data", "choose one with --data") or "imagenet"
@@ -397,19 +409,18 @@ def complete_flags(args, models):
         same_data = [model for model in models if model.trained.get("data") == args.data]
         stored = [model.trained.get("data_dir") for model in same_data]
         args.data_dir = only_value(same_data, stored, "data_dir", "choose one with --data_dir")
-    if args.batch_size is None and args.device.type == "cuda":
-        args.batch_size = images_per_batch(models, args.device)
-    elif args.batch_size is None:                         # fast while a batch stays in the cache
-        args.batch_size = max(1, min(256, 2 ** 18 // size ** 2))
     return args
 
 
 def images_per_batch(models, device):
-    """Return how many images a batch has on CUDA without --batch_size.
+    """Return how many images a batch has without --batch_size. The data are loaded already.
 
-    The memory for the gradient of two images is measured for every network. A batch may take a
-    third of the free memory.
+    On CUDA, the memory for the gradient of two images is measured for every network. A batch may
+    take a third of the free memory.
     """
+    size = models[0].size
+    if device.type != "cuda":                             # fast while a batch stays in the cache
+        return max(1, min(256, 2 ** 18 // size ** 2))
     free, _ = torch.cuda.mem_get_info(device)
     labels = torch.zeros(2, dtype=torch.long, device=device)
     largest = 1                                           # bytes per image
@@ -419,7 +430,7 @@ def images_per_batch(models, device):
         input_gradient(cross_entropy, model.net, model.images, labels)
         used = torch.cuda.max_memory_allocated(device) - before
         largest = max(largest, used // 2)
-    most = 512 * 224 ** 2 // models[0].size ** 2          # 512 images at 224 px
+    most = 512 * 224 ** 2 // size ** 2                    # 512 images at 224 px
     return max(1, min(most, free // (3 * largest)))
 
 
@@ -434,16 +445,22 @@ def load_data(args, models):
     # ImageNet's networks have all 1,000 classes; val/ may contain some of them, or may be missing
     # if only ImageNet-A and -R are measured.
     has_1000 = args.data == "imagenet" and models[0].num_logits == len(IMAGENET)
-    if has_1000:
-        names = names or IMAGENET
-    if has_1000 and not args.data_dir:                    # an empty data set
+    if has_1000 and args.data_dir:
+        data = ImageTree(args.data_dir, "val", names or IMAGENET, size, subset=True)
+    elif has_1000:                                        # an empty data set
         no_labels = torch.zeros(0, dtype=torch.long)
         data = Split(torch.zeros(0, 3, 1, 1), no_labels, IMAGENET)
     elif args.data == "imagenet":
-        data = ImageTree(args.data_dir, "val", names, size, subset=has_1000)
+        data = ImageTree(args.data_dir, "val", names, size)
     else:
         part = "all" if args.data == "folder" else "test"
         data = load_part(part, data_flags(args, models, names), args.device)
+        if isinstance(data, Split) and data.images.shape[2] != size:
+            found = data.images.shape[2]
+            raise InputError(f"--data {args.data} has images of {found} px, but the networks take "
+                             f"{size} px; choose networks for {found} px (--model: --image_size "
+                             f"{found}), or write the images to files for --data folder, which "
+                             f"resizes them")
     classes = list(data.classes)
     for model in models:
         path = model.about["checkpoint"]
@@ -460,11 +477,12 @@ def load_data(args, models):
 
 
 def data_flags(args, models, classes):
-    """Return the flags for load_part; the order of the models does not matter.
+    """Return the flags for load_part, {name: value}. The order of the models does not matter.
 
-    First the flags with equal values in all trainings, because the loader of your own data set may
-    read them. The flags below replace them. num_images is the largest of all trainings, crop is as
-    in the training, and photos that a training used are left out.
+    The loader of your own data set may read any flag of a training, so the flags on which all
+    trainings agree come first. Six settings replace them: data, data_dir and image_size of this
+    evaluation; num_images, the largest of all trainings; crop, as in the trainings; and seen, the
+    photos that a training used, which are left out.
     """
     trainings = [model.trained for model in models if model.trained]
     flags = {}
@@ -512,15 +530,15 @@ def batches(data, index, args, label=""):
     device = args.device
     share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
     places = [place for place in share.split(args.batch_size) if len(place)]
-    numbers = [index[place] for place in places]
+    parts = [index[place] for place in places]            # the numbers of each batch
     if isinstance(data, Split):
-        on_device = (part.to(device) for part in numbers)
+        on_device = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in on_device)
     else:
-        pairs = ((part, part) for part in numbers)        # (numbers to return, images to load)
-        loaded = image_batches(data, pairs, args.num_workers, device)
-    pairs = zip(loaded, places)
-    for batch, place in common.bar(pairs, label[:60], total=len(places), leave=False):
+        keys = ((part, part) for part in parts)           # (numbers to return, images to load)
+        loaded = image_batches(data, keys, args.num_workers, device)
+    with_places = zip(loaded, places)
+    for batch, place in common.bar(with_places, label[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
         yield pixels.float() / 255, labels, numbers, place.to(device)
 
@@ -537,21 +555,21 @@ def scores(logits, labels):
     return torch.stack([top1.float(), top5.float(), loss], 1)
 
 
-def all_sum(t):
-    """Join results, float64: each process has filled its own rows, and the others are 0."""
+def join_rows(t):
+    """Join results, float64: each process has filled its own rows, and its other rows are 0."""
     t = t.cpu()
     if dist.is_initialized():
-        dist.all_reduce(t)
+        dist.all_reduce(t)                                # adds
     return t.double()
 
 
-def accuracy(hits, num_classes):
-    """Return a row's fields `top1`, `top5` (per cent) and `right`; hits: (n, 3) of `scores`."""
-    top1, top5 = (100 * hits[:, :2].sum(0) / len(hits)).tolist()
+def accuracy(results, num_classes):
+    """Return a row's fields `top1`, `top5` (per cent) and `right`; results: (n, 3) of `scores`."""
+    top1, top5 = (100 * results[:, :2].sum(0) / len(results)).tolist()
     row = dict(top1=round(top1, 4))
     if num_classes > 5:                                   # up to 5 classes, top5 is always 100 %
         row["top5"] = round(top5, 4)
-    row["right"] = pack(hits[:, 0] > 0)
+    row["right"] = pack(results[:, 0] > 0)
     return row
 
 
@@ -563,52 +581,62 @@ class Measure(NamedTuple):
     settings: dict                       # of the row
     source: Split | ImageTree            # the images
     fingerprint: str                     # of source
-    run: Callable                        # run(model, measure, index, args) returns fields of a row
-    attack: Attack | None = None         # the attack with the settings of this row
-    val: ImageTree | None = None         # ImageNet's val/, for ImageNet-O
+    run: Callable                        # run(model, source, index, args) returns fields of a row
 
+
+# The functions `run`. model: a Model. source: the images. index: (n,) the numbers of the images to
+# use. args: the flags.
 
 @torch.no_grad()
-def clean(model, measure, index, args):
+def clean(model, source, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
-    hits = torch.zeros(len(index), 3, device=args.device)
+    results = torch.zeros(len(index), 3, device=args.device)
     label = f"clean, {model.about['model']}"
-    for x, labels, _, place in batches(measure.source, index, args, label):
-        hits[place] = scores(model.net(x).float(), labels)
-    hits = all_sum(hits)
-    loss = hits[:, 2].mean().item()
-    return dict(loss=loss) | accuracy(hits, model.num_logits)
+    for x, labels, _, place in batches(source, index, args, label):
+        results[place] = scores(model.net(x).float(), labels)
+    results = join_rows(results)
+    loss = results[:, 2].mean().item()
+    return dict(loss=loss) | accuracy(results, model.num_logits)
+
+
+def check_copies(copies, data, folder):
+    """Raise InputError unless the corrupted copies belong to the test images, in the same order.
+
+    Labels must be equal and, if the test images are files, the file names without their endings.
+    """
+    same = torch.equal(copies.labels, data.labels.cpu())
+    if same and isinstance(data, ImageTree):
+        names = [os.path.splitext(name)[0] for name in data.names.tolist()]
+        same = names == [os.path.splitext(name)[0] for name in copies.names.tolist()]
+    if not same:
+        raise InputError(f"--corrupted_dir: {folder} has other images than the test images; "
+                         f"expected one copy of each, with its name, in the folder of its class")
 
 
 @torch.no_grad()
-def corrupted(model, measure, index, args):
+def corrupted(model, source, index, args, *, kind):
     """Measure accuracy on corrupted images; each field is a list, one value per severity."""
-    kind = measure.settings["type"]
-    severities = measure.settings["severities"]
-    data = measure.source
-    hits = torch.zeros(len(severities), len(index), 3, device=args.device)
+    results = torch.zeros(len(args.severities), len(index), 3, device=args.device)
     label = f"{kind}, {model.about['model']}"
-    if args.corrupted_dir:                                # the copies are in the order of `data`
-        for i, severity in enumerate(severities):
+    if args.corrupted_dir:
+        for i, severity in enumerate(args.severities):
             folder = Path(args.corrupted_dir, kind, str(severity))
-            copies = open_folder(folder, data.classes, model.size, crop=1.0)    # already cropped
-            if not torch.equal(copies.labels, data.labels):
-                raise InputError(f"--corrupted_dir {args.corrupted_dir}: {kind}, severity "
-                                 f"{severity} has other images than the test images")
+            copies = open_folder(folder, source.classes, model.size, crop=1.0)  # already cropped
+            check_copies(copies, source, folder)
             for x, labels, _, place in batches(copies, index, args, label):
-                hits[i, place] = scores(model.net(x).float(), labels)
+                results[i, place] = scores(model.net(x).float(), labels)
     else:
-        if isinstance(data, ImageTree):
-            data = copy.copy(data)
-            data.resample = "bilinear"                    # as in the making of ImageNet-C
-        for x, labels, numbers, place in batches(data, index, args, label):
+        if isinstance(source, ImageTree):
+            source = copy.copy(source)
+            source.resample = "bilinear"                  # as in the making of ImageNet-C
+        for x, labels, numbers, place in batches(source, index, args, label):
             pixels = (255 * x).round().byte()
-            for i, severity in enumerate(severities):
+            for i, severity in enumerate(args.severities):
                 changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
                                   frost_dir=args.frost_dir)
                 logits = model.net(changed.float() / 255).float()
-                hits[i, place] = scores(logits, labels)
-    rows = [accuracy(hit, model.num_logits) for hit in all_sum(hits)]
+                results[i, place] = scores(logits, labels)
+    rows = [accuracy(result, model.num_logits) for result in join_rows(results)]
     fields = {}
     for field in rows[0]:
         fields[field] = [row[field] for row in rows]
@@ -649,40 +677,42 @@ def attack_as_paper(net, x, numbers, attack, clip):
     return adv * net.std + net.mean
 
 
-def attacked(model, measure, index, args):
-    """Measure accuracy under an attack, and how far the attacked images are from the originals."""
+def attacked(model, source, index, args, *, name, attack, own_eps):
+    """Measure accuracy under an attack, and how far the attacked images are from the originals.
+
+    attack: a function of (net, images, labels, *, index). own_eps: whether --eps has no effect on
+    it.
+    """
     net = model.net
-    eps = measure.settings.get("eps", math.inf)           # inf: without a budget
-    attack = partial(measure.attack.run, eps=eps, seed=args.seed, **measure.attack.settings)
-    hits = torch.zeros(len(index), 3, device=args.device)
+    results = torch.zeros(len(index), 3, device=args.device)
     # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
     distances = torch.zeros(len(index), 4, dtype=torch.float64)
-    label = f"{measure.name}, {model.about['model']}"
-    for x, labels, numbers, place in batches(measure.source, index, args, label):
+    label = f"{name}, {model.about['model']}"
+    for x, labels, numbers, place in batches(source, index, args, label):
         if args.preset == "paper":
-            clip = measure.name in PAPER_CLIPS
+            clip = name in PAPER_CLIPS
             adv = attack_as_paper(net, x, numbers, attack, clip)
         else:
             with torch.no_grad():
                 right = net(x).argmax(1) == labels
             adv = attack_right_images(net, x, labels, right, attack, index=numbers)
         with torch.no_grad():
-            hits[place] = scores(net(adv).float(), labels)
+            results[place] = scores(net(adv).float(), labels)
         move = (adv - x).flatten(1).cpu().double()        # mps has no float64
         outside = (adv - adv.clamp(0, 1)).flatten(1).cpu().double()
         norms = [move.norm(p, 1) for p in (math.inf, 2, 1)]
         norms.append(outside.norm(math.inf, 1))
         distances[place.cpu()] = torch.stack(norms, 1)
 
-    distances = all_sum(distances)
+    distances = join_rows(distances)
     changed = distances[distances[:, 0] > 0]              # maxima, median and mean over these
-    if not len(changed):
+    if not len(changed):                                  # no image changed: all distances are 0
         changed = torch.zeros(1, 4)
     linf, l2, l1, _ = changed.unbind(1)
-    return accuracy(all_sum(hits), model.num_logits) | dict(
+    return accuracy(join_rows(results), model.num_logits) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-        outside=distances[:, 3].max().item(), own_eps=measure.attack.own_eps is not None)
+        outside=distances[:, 3].max().item(), own_eps=own_eps)
 
 
 @torch.no_grad()
@@ -691,32 +721,30 @@ def logits_of_classes(model, data, index, args, columns):
     logits = torch.zeros(len(index), len(columns), device=args.device)
     for x, _, _, place in batches(data, index, args, "logits"):
         logits[place] = model.net(x).float()[:, columns]
-    return all_sum(logits)
+    return join_rows(logits)
 
 
-def folder_accuracy(model, measure, index, args):
+def folder_accuracy(model, source, index, args):
     """Measure ImageNet-A or -R over the 200 classes that the folder contains."""
-    tree = measure.source
-    columns = tree.labels.unique()                        # sorted indices into the 1,000 classes
-    labels = torch.searchsorted(columns, tree.labels[index])    # indices into columns
-    hits = scores(logits_of_classes(model, tree, index, args, columns), labels)
-    return accuracy(hits, len(columns)) | dict(classes=len(columns))
+    columns = source.labels.unique()                      # sorted indices into the 1,000 classes
+    labels = torch.searchsorted(columns, source.labels[index])  # indices into columns
+    results = scores(logits_of_classes(model, source, index, args, columns), labels)
+    return accuracy(results, len(columns)) | dict(classes=len(columns))
 
 
-def outliers(model, measure, index, args):
+def outliers(model, source, index, args, *, val):
     """Measure how well low confidence separates ImageNet-O from images of val/: the AUPR.
 
     The confidence is the largest probability among ImageNet-O's classes. Only the images of val/
     that belong to these classes count; the field `inside` is their number. The field `chance` is
     the AUPR of a random guess.
     """
-    tree = measure.source
-    columns = tree.labels.unique()
-    inside = torch.isin(measure.val.labels, columns).nonzero()[:, 0]
-    inside = inside[choose(len(inside), measure.name, args)]
+    columns = source.labels.unique()
+    inside = torch.isin(val.labels, columns).nonzero()[:, 0]
+    inside = inside[choose(len(inside), "imagenet_o", args)]
     both = torch.cat([
-        logits_of_classes(model, tree, index, args, columns),
-        logits_of_classes(model, measure.val, inside, args, columns)])
+        logits_of_classes(model, source, index, args, columns),
+        logits_of_classes(model, val, inside, args, columns)])
     doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     is_outlier = torch.arange(len(both)) < len(index)
     aupr = 100 * metrics.average_precision(doubt, is_outlier)
@@ -736,21 +764,35 @@ def plan(args, data, size):
             kinds = NAMES if name == "corruptions" else [name]      # NAMES: ImageNet-C's 15
             for kind in kinds:
                 settings = corruption_settings(kind, args, data, size)
-                yield Measure("corruptions", settings, data, data_hash, corrupted)
+                run = partial(corrupted, kind=kind)
+                yield Measure("corruptions", settings, data, data_hash, run)
         elif name in ATTACKS:
             attack = PRESETS[args.preset][name]
-            if args.steps is not None and "steps" in attack.settings:
-                attack = attack._replace(settings=attack.settings | dict(steps=args.steps))
-            for settings in attack_settings(attack, args):
-                yield Measure(name, settings, data, data_hash, attacked, attack=attack)
+            keywords = dict(attack.settings)
+            if args.steps is not None and "steps" in keywords:
+                keywords["steps"] = args.steps
+            own_eps = attack.own_eps is not None
+            budgets = args.eps or EPS[args.preset]
+            if own_eps:
+                budgets = [attack.own_eps]
+            for eps in budgets:
+                settings = dict(keywords)
+                if eps < math.inf:
+                    settings["eps"] = eps
+                if args.preset == "paper":
+                    settings["conditions"] = "paper"
+                call = partial(attack.run, eps=eps, seed=args.seed, **keywords)
+                run = partial(attacked, name=name, attack=call, own_eps=own_eps)
+                yield Measure(name, settings, data, data_hash, run)
         elif name in FOLDERS:
             tree = open_folder(getattr(args, name), data.classes, size)
             settings = {}
             run = folder_accuracy
             if name == "imagenet_o":
+                # --limit also limits the images of val/, whose number is not in the row's key.
                 settings = dict(val=data_hash, limit=args.limit or "none")
-                run = outliers
-            yield Measure(name, settings, tree, fingerprint(tree), run, val=data)
+                run = partial(outliers, val=data)
+            yield Measure(name, settings, tree, fingerprint(tree), run)
 
 
 def corruption_settings(kind, args, data, size):
@@ -767,37 +809,6 @@ def corruption_settings(kind, args, data, size):
         pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
         settings["frost"] = f"{zlib.crc32(pixels):08x}"
     return settings
-
-
-def attack_settings(attack, args):
-    """Yield the settings of an attack's rows, one row per budget."""
-    budgets = args.eps or EPS[args.preset]
-    if attack.own_eps is not None:
-        budgets = [attack.own_eps]
-    for eps in budgets:
-        settings = dict(attack.settings)
-        if eps < math.inf:
-            settings["eps"] = eps
-        if args.preset == "paper":
-            settings["conditions"] = "paper"
-        yield settings
-
-
-def complete_row(row, measure, model, index, args, finished):
-    """Return a row with its numbers. finished: {key: row}.
-
-    An adaptive attack on a network without PAP has the numbers of the plain attack, if their row is
-    finished.
-    """
-    if measure.name in PLAIN:
-        plain = PLAIN[measure.name]
-        found = finished.get(row_key(row | dict(name=plain)))
-        if found is not None and not pap_steps(model.net, model.images):
-            return found | dict(name=measure.name, same_as=plain)
-    began = time.perf_counter()
-    numbers = measure.run(model, measure, index, args)
-    seconds = round(time.perf_counter() - began, 2)
-    return row | numbers | dict(seconds=seconds)
 
 
 def results_file(args):
@@ -822,6 +833,7 @@ def main():
         print(f"{rows_table(rows)}\n\n{seeds_table(rows)}".rstrip())
         return
 
+    # From here on, args.device is a torch.device.
     args.rank, args.world, args.device = common.start_processes(args.device)
     torch.backends.cudnn.allow_tf32 = False     # the default rounds the inputs of convolutions
     models = [load_model(path, args.device) for path in args.ckpt]
@@ -834,8 +846,15 @@ def main():
     models += [load_file(path, size, args.device) for path in args.model]
     args = complete_flags(args, models)
     data = load_data(args, models)
+    if args.batch_size is None:
+        args.batch_size = images_per_batch(models, args.device)
+    reads_files = isinstance(data, ImageTree) or args.corrupted_dir
+    if args.num_workers is None:
+        args.num_workers = common.default_workers()
+    elif not reads_files and not set(FOLDERS).intersection(args.measures):
+        common.reject_flags({"num_workers"}, f"with --data {args.data}, whose images are in memory")
 
-    # Rank 0 reads the finished rows, so that all processes compute the same missing rows.
+    # All processes use the rows that rank 0 reads, so that they compute the same missing rows.
     path = results_file(args)
     path.parent.mkdir(parents=True, exist_ok=True)
     finished = {row_key(row): row for row in common.from_first(common.read_log(path))}
@@ -852,12 +871,21 @@ def main():
                      fingerprint=measure.fingerprint, settings=measure.settings,
                      images=len(index), classes=len(measure.source.classes),
                      seed=args.seed)
-        rows = {row_key(model.about | about): model for model in models}
-        common.same_everywhere(list(rows), f"networks, code, images or settings of {measure.name}")
-        for key, model in rows.items():
+        model_of = {row_key(model.about | about): model for model in models}
+        common.same_everywhere(list(model_of),
+                               f"networks, code, images or settings of {measure.name}")
+        for key, model in model_of.items():
             if key not in finished:
                 row = model.about | about | origin
-                row = complete_row(row, measure, model, index, args, finished)
+                plain = PLAIN.get(measure.name)           # None: the attack is not adaptive
+                same = finished.get(row_key(row | dict(name=plain)))
+                if same and not pap_steps(model.net, model.images):
+                    row = same | dict(name=measure.name, same_as=plain)
+                else:
+                    began = time.perf_counter()
+                    fields = measure.run(model, measure.source, index, args)
+                    seconds = round(time.perf_counter() - began, 2)
+                    row = row | fields | dict(seconds=seconds)
                 common.append_row(path, row)                        # rank 0 writes
                 finished[key] = row
             shown.append(finished[key])

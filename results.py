@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import re
+import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -51,6 +52,7 @@ SHOWN = {
 }
 DISTANCE = "median L2 distance in pixel values"         # of an attack without a budget
 OWN_BUDGET = ("noise", "sld", "cw")     # attacks with their own budget, in rows without `own_eps`
+PROJECT = Path(__file__).resolve().parent
 # Flags of a training that do not change the kind of a network.
 NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
               "num_workers", "compile")
@@ -59,8 +61,43 @@ NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
 # --- rows -----------------------------------------------------------------------------------------
 
 def row_key(row, fields=KEY):
-    """Return the key of a row, or of its model with fields=MODEL: the fields' values as text."""
+    """Return the key of a row: the values of the fields as text."""
     return common.to_json([row.get(name) for name in fields], sort_keys=True)
+
+
+def network_key(row):
+    """Return the key of the network of a row."""
+    return row_key(row, MODEL)
+
+
+def loaded_modules(folder):
+    """Return {name: path} of the loaded modules below a folder, without installed libraries.
+
+    A package without __init__.py has the path of its folder.
+    """
+    paths = {}
+    for name, module in list(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if place is None and hasattr(module, "__path__"):
+            place = next(iter(module.__path__), None)
+        if place is not None:
+            path = Path(place).resolve()
+            if path.is_relative_to(folder) and "site-packages" not in path.parts:
+                paths[name] = path
+    return paths
+
+
+def code_hash(*files):
+    """Hash the sources of all loaded modules of the project, and of more files.
+
+    A row belongs to the code that computed it: after an edit, rows are computed again.
+    """
+    sources = set(loaded_modules(PROJECT).values()) | set(files)
+    texts = [(path.name, path.read_bytes()) for path in sources if path.is_file()]
+    digest = hashlib.sha256()
+    for name, text in sorted(texts):
+        digest.update(f"{name} {len(text)} ".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def read_rows(path):
@@ -98,10 +135,11 @@ def unpack(text, n):
     return torch.from_numpy(bits).bool()
 
 
-def add_result(args, model, checkpoint, began, **numbers):
+def add_result(args, model, checkpoint, began, *, fingerprint, **fields):
     """Append a row on the model of --eval_only to results.jsonl, in --out_dir or beside the model.
 
-    began: the time.perf_counter() at which the measurement of `numbers` began.
+    began: the time.perf_counter() at which the measurement began. fingerprint: a hash of the test
+    data. fields: the other fields of the row: name, settings, images, the numbers, ...
     """
     path = Path(args.eval_only)
     device = next(model.parameters()).device
@@ -110,8 +148,8 @@ def add_result(args, model, checkpoint, began, **numbers):
     seconds = round(time.perf_counter() - began, 2)
     row = dict(model=f"{kind}, seed {trained['seed']}", kind=kind, checkpoint=str(path),
                weights=common.checksum(model), model_config=asdict(model.config),
-               recipe=recipe(trained), task=checkpoint["task"], **numbers)
-    row |= dict(seed=args.seed, seconds=seconds)
+               recipe=recipe(trained), task=checkpoint["task"], **fields)
+    row |= dict(fingerprint=fingerprint, code=code_hash(), seed=args.seed, seconds=seconds)
     row |= common.origin(device)
     beside = path.parent if path.suffix == ".pt" else path
     folder = Path(args.out_dir or beside)
@@ -123,22 +161,25 @@ def add_result(args, model, checkpoint, began, **numbers):
 
 def kind_of(config):
     """Describe a network's attention in words, for example softmax or rpc 4iter/layer0."""
-    kind = getattr(config, "family", "") + config.attn    # the family of a FAN is "fan "
-    if not config.rpc_layers:
-        return kind
-    layers = "layer" + ",".join(map(str, config.rpc_layers))
-    if len(config.rpc_layers) == config.depth:
-        layers = "all-layer"
-    text = f"{kind} {config.pap['n_iter']}iter/{layers}"
-    usual = default_settings(config.attn)
-    for name in ("lambd", "form"):
-        if config.pap[name] != usual[name]:
-            text += f", {name} {config.pap[name]}"
+    encoder = getattr(config, "encoder", config)          # of a Segmenter; else the network itself
+    text = getattr(encoder, "family", "") + config.attn   # the family of a FAN is "fan "
+    if config.rpc_layers:
+        layers = "layer" + ",".join(map(str, config.rpc_layers))
+        if len(config.rpc_layers) == config.depth:
+            layers = "all-layer"
+        text += f" {config.pap['n_iter']}iter/{layers}"
+        usual = default_settings(config.attn) | dict(mu_over="seen")        # of a language model
+        for name, value in config.pap.items():
+            if name != "n_iter" and value != usual.get(name):
+                text += f", {name} {value}"
+    decoder = getattr(config, "decoder_attn", config.attn)
+    if decoder != config.attn:
+        text += f", decoder {decoder}"
     return text
 
 
 def without_seed(text, seed):
-    """Replace the seed in the paths of a text: out/rpc_s3 becomes out/rpc_sSEED."""
+    """Replace s3 by sSEED in a text, if 3 is the seed: out/rpc_s3 becomes out/rpc_sSEED."""
     return re.sub(rf"(?<![A-Za-z0-9])s{seed}(?![0-9])", "sSEED", text)
 
 
@@ -163,7 +204,7 @@ def setting_text(name, value):
     """
     if isinstance(value, list):
         return ",".join(map(str, value))
-    if not isinstance(value, float):
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     levels = round(255 * value)
     if name in ("eps", "alpha") and 0 < levels < 255 and math.isclose(levels, 255 * value):
@@ -178,6 +219,14 @@ def measure_text(name, settings):
 
 
 # --- summaries of several rows --------------------------------------------------------------------
+
+def mean_value(value):
+    """Return the mean of a row's number, or of its list of numbers, as a float.
+
+    A row in a file has "inf", "-inf" and "nan" for numbers that are not finite.
+    """
+    return float(np.mean(np.array(value, dtype=float)))
+
 
 def mean_settings(row):
     """Return the settings of the mean over the types of corruption, to which a row belongs."""
@@ -208,12 +257,12 @@ def mean_rows(rows):
         row = row_of[NAMES[0]] | dict(settings=mean_settings(group[0]))
         for field in SHOWN:
             if field in row:
-                means = [np.mean(row_of[name][field]) for name in NAMES]    # over severities
-                row[field] = float(np.mean(means))
+                over_severities = [mean_value(row_of[name][field]) for name in NAMES]   # per type
+                row[field] = mean_value(over_severities)
         alexnets = row.get("data") == "imagenet" and row.get("classes") == 1000
         full_size = row.get("size") == 224
         if alexnets and full_size and row["settings"].get("severities") == [1, 2, 3, 4, 5]:
-            errors = {name: 1 - np.mean(row_of[name]["top1"]) / 100 for name in NAMES}
+            errors = {name: 1 - mean_value(row_of[name]["top1"]) / 100 for name in NAMES}
             row["mce"] = metrics.mean_corruption_error(errors)
         yield row
 
@@ -255,8 +304,10 @@ def worst_cases(rows):
         right = [unpack(row["right"], row["images"])[:n] for row in complete]
         under_all = torch.stack(right).all(0)
         worst = worst_row(complete[0])
-        worst["settings"]["of"] = ",".join(most)
-        yield worst | dict(images=n, top1=100 * under_all.double().mean().item())
+        attacks = ",".join(sorted(most))                  # the order of the rows does not matter
+        settings = worst["settings"] | dict(of=attacks)
+        top1 = 100 * under_all.double().mean().item()
+        yield worst | dict(settings=settings, images=n, top1=top1)
 
 
 # --- the table of networks ------------------------------------------------------------------------
@@ -281,62 +332,74 @@ def all_cells(rows):
     cells = []
     for row in rows:
         text = measure_text(row["name"], row["settings"])
-        if len(sources) > 1:                              # then lines name both
+        if len(sources) > 1:                              # then each line names data set and seed
             text = f"{row.get('data')}, seed {row.get('seed')}: {text}"
         numbers = []                                      # (name, value, digits)
         for field, name in SHOWN.items():
             if field in row and (field != "top5" or row.get("data") == "imagenet"):
-                numbers.append((name, np.mean(row[field]), 2))
+                numbers.append((name, mean_value(row[field]), 2))
         if "median_l2" in row and row["settings"].get("eps") is None:
-            numbers.append((DISTANCE, row["median_l2"], 4))
+            numbers.append((DISTANCE, mean_value(row["median_l2"]), 4))
         for name, value, digits in numbers:
-            cell = Cell(network=row_key(row, MODEL), text=f"{text}, {name}",
+            cell = Cell(network=network_key(row), text=f"{text}, {name}",
                         images=row.get("images"), fingerprint=row.get("fingerprint"),
-                        code=row.get("code"), value=float(value), digits=digits)
+                        code=row.get("code"), value=value, digits=digits)
             cells.append(cell)
     return cells
 
 
-def by_measure(cells):
-    """Group Cells by their measure and images: {measure: {(images, fingerprint): cells}}."""
-    measures = {}
-    for cell in cells:
-        groups = measures.setdefault(cell.text, {})
-        groups.setdefault((cell.images, cell.fingerprint), []).append(cell)
-    return measures
+def by_images(cells):
+    """Group Cells by their images: {(measure, images, fingerprint): cells}.
 
-
-def rows_table(rows):
-    """Return rows as a Markdown table: one line per measure, one column per model.
-
-    If networks have the same name, the titles show their checkpoints. A number for several
-    severities is their mean. A line names its data if another line has the same measure on as many
-    other images. If a network has two numbers in one line, from two versions of the code, the table
-    has one line per version.
+    Groups of one measure are neighbours.
     """
-    networks = {row_key(row, MODEL): row for row in rows}
-    names = Counter(row["model"] for row in networks.values())
+    texts = list(dict.fromkeys(cell.text for cell in cells))
+
+    def sort_key(cell):
+        return texts.index(cell.text)
+
+    groups = {}
+    for cell in sorted(cells, key=sort_key):
+        key = (cell.text, cell.images, cell.fingerprint)
+        groups.setdefault(key, []).append(cell)
+    return groups
+
+
+def column_titles(networks):
+    """Return the titles of the networks' columns. networks: one row of each network."""
+    names = Counter(row["model"] for row in networks)
     titles = []
-    for row in networks.values():
+    for row in networks:
         title = row["model"]
         if names[title] > 1:
             title += f", {row['checkpoint']}"
         titles.append(title)
+    return titles
+
+
+def rows_table(rows):
+    """Return rows as a Markdown table: one line per measure, one column per model."""
+    networks = {network_key(row): row for row in rows}
+    groups = by_images(all_cells(rows))
+    counts = Counter((text, images) for text, images, _ in groups)
     body = []
-    for text, groups in by_measure(all_cells(rows)).items():
-        sizes = Counter(images for images, _ in groups)
-        for (images, fingerprint), cells in groups.items():
-            lines = {}                                    # {name: {network: number as text}}
-            for cell in cells:
-                name = text
-                if sizes[images] > 1:
-                    name += f", data {fingerprint}"
-                if len({cell.network for cell in cells}) < len(cells):
-                    name += f", code {cell.code or 'unknown'}"
-                numbers = lines.setdefault(name, {})
-                numbers[cell.network] = f"{cell.value:.{cell.digits}f}"
-            for name, numbers in lines.items():
-                body.append([name, images, *[numbers.get(network, "") for network in networks]])
+    for (text, images, fingerprint), cells in groups.items():
+        # If the same measure has as many other images, each line names its data.
+        if counts[text, images] > 1:
+            text += f", data {fingerprint or 'unknown'}"
+        # If a network has two numbers, from two versions of the code, each version has a line.
+        has_versions = len({cell.network for cell in cells}) < len(cells)
+        lines = {}                                        # {name: {network: number as text}}
+        for cell in cells:
+            name = text
+            if has_versions:
+                name += f", code {cell.code or 'unknown'}"
+            numbers = lines.setdefault(name, {})
+            numbers[cell.network] = f"{cell.value:.{cell.digits}f}"
+        for name, numbers in lines.items():
+            columns = [numbers.get(network, "") for network in networks]
+            body.append([name, images, *columns])
+    titles = column_titles(networks.values())
     return common.table(body, ["measure, in per cent", "images", *titles])
 
 
@@ -425,26 +488,26 @@ class Kind(NamedTuple):
 
 def kinds_of_network(rows):
     """Return the Kinds of the networks whose seed is known, and lines on networks left out."""
-    found = {}                          # {key of the kind: {network's key: row}}
+    names = {}                          # {key of the kind: (title, checkpoint) of its first row}
+    seeds = {}                          # {key of the kind: {network's key: seed}}
     for row in rows:
-        _, _, seed = row["model"].rpartition(", seed ")
+        title, _, seed = row["model"].rpartition(", seed ")
         if seed.isdecimal():
             # Rows of earlier versions have no recipe: their checkpoints differ only in the seed.
             path = without_seed(row["checkpoint"], seed)
             kind = row | dict(recipe=row.get("recipe") or path)
             key = row_key(kind, ("model_config", "size", "task", "recipe"))
-            found.setdefault(key, {})[row_key(row, MODEL)] = row
+            names.setdefault(key, (title, row["checkpoint"]))
+            seeds.setdefault(key, {})[network_key(row)] = int(seed)
     kinds = []
     notes = []
-    for group in found.values():
-        names = [row["model"].rpartition(", seed ") for row in group.values()]
-        title, _, _ = names[0]
-        networks = {int(seed): network for (_, _, seed), network in zip(names, group)}
-        if len(networks) == len(group):
-            first = next(iter(group.values()))
-            kinds.append(Kind(title, first["checkpoint"], networks))
+    for key, seed_of in seeds.items():
+        title, checkpoint = names[key]
+        networks = {seed: network for network, seed in seed_of.items()}
+        if len(networks) == len(seed_of):
+            kinds.append(Kind(title, checkpoint, networks))
         else:
-            (seed, count), = Counter(int(seed) for _, _, seed in names).most_common(1)
+            seed, count = Counter(seed_of.values()).most_common(1)[0]
             notes.append(f"{title}: {count} networks have seed {seed}")
     titles = Counter(kind.title for kind in kinds)
     for i, kind in enumerate(kinds):
@@ -456,29 +519,29 @@ def kinds_of_network(rows):
 def comparable_lines(cells):
     """Return {(measure, images): cells}, and lines on measures left out.
 
-    A line compares networks on the same images. If the networks that have a measure were measured
-    on different images, or one of them twice, no line is complete, and the measure is left out.
+    A line is complete if each network that has this measure has exactly one number on these images.
+    A measure without a complete line is left out.
     """
+    measured = {}                       # {measure: the networks that have it}
+    for cell in cells:
+        measured.setdefault(cell.text, set()).add(cell.network)
+    complete = {text: [] for text in measured}          # {measure: [(images, cells)]}
+    for (text, images, _), group in by_images(cells).items():
+        networks = {cell.network for cell in group}
+        if len(networks) == len(group) == len(measured[text]):
+            complete[text].append((images, group))
     lines = {}
     notes = []
-    for text, groups in by_measure(cells).items():
-        measured = set()
-        for group in groups.values():
-            measured |= {cell.network for cell in group}
-        complete = []
-        for (images, _), group in groups.items():
-            networks = {cell.network for cell in group}
-            if len(networks) == len(group) == len(measured):
-                complete.append((images, group))
-        for number, (images, group) in enumerate(complete, 1):
+    for text, groups in complete.items():
+        for number, (images, group) in enumerate(groups, 1):
             name = text
-            if len(complete) > 1:
+            if len(groups) > 1:
                 name += f", data {number}"
             lines[name, images] = group
-        if not complete:
-            sizes = ", ".join(sorted({str(images) for images, _ in groups}))
-            notes.append(f"{text}: the networks have rows on different images ({sizes} "
-                         "images) or of different code")
+        if not groups:
+            sizes = sorted({str(cell.images) for cell in cells if cell.text == text})
+            notes.append(f"{text}: the networks have rows on different images "
+                         f"({', '.join(sizes)} images) or of different code")
     return lines, notes
 
 

@@ -124,7 +124,7 @@ def get_args():
          "same")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=nonnegative_int, default=0,
+    flag("--seed", type=common.seed, default=0,
          help="seed of weights, order and augmentation (default: 0)")
     flag("--eval_every", type=positive_int, default=1,
          help="epochs between evaluations (default: 1)")

@@ -133,7 +133,7 @@ def get_args():
     flag("--prompt", default="", help="begin the sample with this text")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=nonnegative_int, default=0,
+    flag("--seed", type=common.seed, default=0,
          help="seed of weights, windows and samples (default: 0)")
     flag("--eval_every", type=positive_int, help="evaluate and save after this many steps")
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
@@ -272,8 +272,9 @@ def evaluate_only(args, rank, world, device):
                        clean_unswapped=perplexity(sliding, ~swapped),
                        unknown=round(unknown, 4))
         # The field `images` of a row counts examples, here the tokens.
-        add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                   name="perplexity", images=len(tokens), **numbers, word=word,
+        tokens_hash = f"{zlib.crc32(tokens.tobytes()):08x}"
+        add_result(args, model, checkpoint, began, fingerprint=tokens_hash, data=data,
+                   data_dir=data_dir, name="perplexity", images=len(tokens), **numbers, word=word,
                    settings=dict(split=split, window=window, stride=stride),
                    swapped=int(swapped.sum()))
         cells = [f"{numbers[name]:.2f}" for name in SCORES]

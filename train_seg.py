@@ -142,7 +142,7 @@ def get_args():
          help="folder with ImageNet-C's photographs of frost (default: synthetic)")
 
     flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=nonnegative_int, default=0,
+    flag("--seed", type=common.seed, default=0,
          help="seed of weights, order and augmentation (default: 0)")
     flag("--eval_every", type=positive_int, default=2, help="epochs between evaluations "
          "(default: 2)")
@@ -257,6 +257,7 @@ def evaluate_only(args, rank, world, device):
     model = segmenter_from_checkpoint(checkpoint).to(device)
     data, data_dir = common.evaluation_data(args, checkpoint["args"], built_in="shapes")
     test = load_test_images(args, checkpoint, data, data_dir)
+    test_hash = fingerprint(test)
     num_workers = args.num_workers
     if num_workers is None:
         num_workers = RECIPES[data].get("num_workers", common.default_workers())
@@ -272,8 +273,8 @@ def evaluate_only(args, rank, world, device):
     def add_row(name, index, began, numbers, settings):
         settings = dict(settings, window=window, stride=stride,
                         frost_dir=args.frost_dir)
-        add_result(args, model, checkpoint, began, data=data, data_dir=data_dir,
-                   name=name, images=len(index), **numbers, settings=settings)
+        add_result(args, model, checkpoint, began, fingerprint=test_hash, data=data,
+                   data_dir=data_dir, name=name, images=len(index), **numbers, settings=settings)
 
     began = time.perf_counter()
     index = order[:args.limit]                          # the numbers of the images
