@@ -23,8 +23,10 @@ def attack_right_images(model, images, labels, right, attack, index=None):
     adv = images.clone()
     rows = right.nonzero()[:, 0]
     if len(rows):
-        numbers = {} if index is None else dict(index=index[rows])
-        found = attack(model, images[rows], labels[rows], **numbers)
+        keywords = {}
+        if index is not None:
+            keywords["index"] = index[rows]
+        found = attack(model, images[rows], labels[rows], **keywords)
         check_adversarial(model, images[rows], found)
         adv[rows] = found.detach()
     return adv
@@ -43,6 +45,8 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     Returns a dict of (n,) bool, True for a correct answer: "clean", the name of each attack, and
     "worst", under every attack.
     """
+    if not len(images):
+        raise ValueError("there are no images, expected 1 or more")
     check_inputs(model, images)
     if labels.shape != images.shape[:1]:
         raise ValueError(f"labels are {tuple(labels.shape)}, expected ({len(images)},)")

@@ -11,6 +11,7 @@ model without PAP, adaptive attacks are the plain attacks.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,16 +33,17 @@ def layers_with_pap(model, images):
     calls of modules, not at the model's attributes. The children of a called module are included,
     because a module may call the method `forward` of a child, which no hook notices.
     """
-    found = {}                                                  # a dict keeps the order
+    layers = torch.nn.ModuleList()
 
-    def note(module, inputs):
+    def before_call(module, inputs):
         for layer in module.modules():
-            if hasattr(layer, "pap"):
-                found[layer] = True
+            if hasattr(layer, "pap") and layer not in layers:
+                layers.append(layer)
 
-    with register_module_forward_pre_hook(note):        # a hook on all modules of this process
+    # PyTorch calls this function before each call of any module.
+    with register_module_forward_pre_hook(before_call):
         model(images[:1])
-    return torch.nn.ModuleList(found)
+    return layers
 
 
 @torch.no_grad()
@@ -49,14 +51,15 @@ def count_steps(model, images, layers):
     """Return the number of PAP steps that each of `layers`, a ModuleList, runs; 0 without PAP."""
     if not len(layers):
         return 0
-    # A run with n_iter=1 counts the layers. The run without it counts the steps of all layers.
+    # The first run counts the steps of all layers. The second run, with n_iter=1, counts the
+    # layers. The quotient is the number of steps per layer.
     steps = []
     once = []
     with every_pap(layers, trace=steps):
         model(images[:1])
     with every_pap(layers, trace=once, n_iter=1):
         model(images[:1])
-    return len(steps) // max(len(once), 1)
+    return len(steps) // max(len(once), 1)                      # 0 // 1 if no layer runs PAP
 
 
 def pap_steps(model, images):
@@ -85,17 +88,8 @@ def straight_through(x, tau, slope):
     return soft_threshold(x, tau).detach() + slope * (x - x.detach())
 
 
-def identity_slope(x, tau):
-    """Compute soft_threshold with the gradient of the identity."""
-    return straight_through(x, tau, 1.0)
-
-
-def zero_slope(x, tau):
-    """Compute soft_threshold without gradient.
-
-    S is then a constant, and K receives the whole gradient of K - S.
-    """
-    return straight_through(x, tau, 0.0)
+identity_slope = partial(straight_through, slope=1.0)       # the gradient of the identity
+zero_slope = partial(straight_through, slope=0.0)           # K receives the whole gradient of K - S
 
 
 def smooth_shrink(x, tau):
@@ -106,27 +100,26 @@ def smooth_shrink(x, tau):
 
 
 class Surrogates(NamedTuple):
-    """Surrogates for one kind of layer."""
-    equal: list                         # models with the same outputs and other gradients
-    others: list                        # more models, for APGD; they may have other outputs
+    """Surrogates: models in `all_surrogates`, or dicts of settings of PAP that make them."""
+    same_outputs: list                  # they have the model's outputs, but other gradients
+    only_apgd: list                     # more of them, for APGD; they may have other outputs
 
 
-def pap_surrogates(model, layers, steps):
-    """Return the Surrogates for layers that run `steps` steps of `rpc_attention`."""
-    equal = [with_pap(model, layers, shrink=identity_slope),
-             with_pap(model, layers, shrink=zero_slope)]
-    others = [with_pap(model, layers, shrink=smooth_shrink),
-              with_pap(model, layers, lambd=math.inf),                  # S stays 0
-              with_pap(model, layers, n_iter=max(steps // 2, 1))]
-    return Surrogates(equal, others)
+def pap_surrogates(steps):
+    """Return the settings of Surrogates for layers that run `steps` steps of `rpc_attention`."""
+    same_outputs = [dict(shrink=identity_slope), dict(shrink=zero_slope)]
+    only_apgd = [dict(shrink=smooth_shrink),
+                 dict(lambd=math.inf),                          # S stays 0
+                 dict(n_iter=max(steps // 2, 1))]
+    return Surrogates(same_outputs, only_apgd)
 
 
-def rpca_surrogates(model, layers, steps):
-    """Return the Surrogates for layers that run `steps` steps of `rpca_attention`."""
-    equal = [with_pap(model, layers, constant_s=True)]
-    others = [with_pap(model, layers, constant_s=True, lambd=math.inf),         # S stays 0
-              with_pap(model, layers, n_iter=max(steps // 2, 1))]
-    return Surrogates(equal, others)
+def rpca_surrogates(steps):
+    """Return the settings of Surrogates for layers that run `steps` steps of `rpca_attention`."""
+    same_outputs = [dict(constant_s=True)]
+    only_apgd = [dict(constant_s=True, lambd=math.inf),         # S stays 0
+                 dict(n_iter=max(steps // 2, 1))]
+    return Surrogates(same_outputs, only_apgd)
 
 
 # Surrogates by the layer's attribute attn. All other layers with PAP use `pap_surrogates`. Enter
@@ -135,26 +128,26 @@ SURROGATES = {"rpca": rpca_surrogates}
 
 
 def all_surrogates(model, images):
-    """Return the Surrogates for all kinds of layers in the model."""
+    """Return the Surrogates for all kinds of layers in the model, as models."""
     kinds = {}                                                  # {function: its layers}
     for layer in layers_with_pap(model, images):
         function = SURROGATES.get(getattr(layer, "attn", None), pap_surrogates)
         kinds.setdefault(function, torch.nn.ModuleList()).append(layer)
-    equal = []
-    others = []
+    same_outputs = []
+    only_apgd = []
     for function, layers in kinds.items():
         steps = count_steps(model, images, layers)
         if steps:                                               # softmax layers run no PAP
-            found = function(model, layers, steps)
-            equal += found.equal
-            others += found.others
-    return Surrogates(equal, others)
+            found = function(steps)
+            same_outputs += [with_pap(model, layers, **settings) for settings in found.same_outputs]
+            only_apgd += [with_pap(model, layers, **settings) for settings in found.only_apgd]
+    return Surrogates(same_outputs, only_apgd)
 
 
 def gradient_models(model, images):
     """Return all surrogates as a list, the argument `surrogates` of `apgd`; [] without PAP."""
     found = all_surrogates(model, images)
-    return found.equal + found.others
+    return found.same_outputs + found.only_apgd
 
 
 # --- the attacks ---------------------------------------------------------------------------------
@@ -166,9 +159,10 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     The surrogates have the model's outputs. Returns the first result that fools the model, else the
     result with the smallest margin.
     """
+    # This call gets eps as it is, so that its images are those of `pgd`, bit for bit.
     adv = pgd(model, images, labels, eps, index=index, **settings)
     eps, index = per_image(images, eps, index)
-    surrogates = all_surrogates(model, images).equal
+    surrogates = all_surrogates(model, images).same_outputs
     if not surrogates:
         return adv
     margins = margin(wide(model(adv)), labels)

@@ -80,9 +80,9 @@ def per_image(images, eps, index):
     return eps, index.to(images.device)
 
 
-def select_rows(state, on):
-    """Return a namespace of tensors with only the rows where `on`, (B,) bool, is True."""
-    rows = on.nonzero()[:, 0]
+def select_rows(state, mask):
+    """Return a namespace of tensors with only the rows where the mask, (B,) bool, is True."""
+    rows = mask.nonzero()[:, 0]
     selected = {name: values[rows] for name, values in vars(state).items()}
     return SimpleNamespace(**selected)
 
@@ -187,7 +187,7 @@ def check_adversarial(model, images, adv, clip=True):
 
 @torch.no_grad()
 def clean_logits(model, images, eps=0.0, clip=True):
-    """Return the logits of the clean images, (B, classes), after both checks."""
+    """Return the logits of the clean images, (B, classes), after check_inputs and check_logits."""
     check_inputs(model, images, eps, clip)
     logits = wide(model(images))
     check_logits(logits)
@@ -208,29 +208,22 @@ def fgsm(model, images, labels, eps, *, clip=True, seed=0, index=None):
     return (images + eps * grad.sign()).clamp(*bounds(images, eps, clip))
 
 
-def step_share(steps):
-    """Return the default step size of `pgd` as a share of eps.
-
-    The share is 0.15, as in the paper's code, for 17 steps and more. With fewer steps, each step is
-    longer: all steps together move a pixel by 2.5 eps (Madry et al. 2018), so a walk from any start
-    can reach any corner.
-    """
-    return max(0.15, 2.5 / steps)
-
-
 @torch.no_grad()
 def pgd(model, images, labels, eps, *, steps=20, alpha=None, random_start=True, clip=True, seed=0,
         index=None, purpose=START):
     """Projected gradient descent: x <- Pi(x + alpha sign(grad CE)), `steps` times.
 
-    alpha: the step size in pixel units, for example 2/255; None: `step_share` * eps. random_start:
-    begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of data/rng.py;
-    another purpose draws other random numbers.
+    alpha: the step size in pixel units, for example 2/255; None: max(0.15, 2.5 / steps) eps.
+    random_start: begin at x + U(-eps, eps). labels: as in `cross_entropy`. purpose: a constant of
+    data/rng.py; train_cls.py --adv_eps draws other random numbers than an evaluation.
     Madry et al. 2018; `cleverhans:projected_gradient_descent.py`.
     """
     check_inputs(model, images, eps, clip)
+    # The default step is 0.15 eps, as in the paper's code, for 17 steps and more. With fewer steps,
+    # each step is longer: all steps together move a pixel by 2.5 eps (Madry et al. 2018), so a walk
+    # from any start can reach any corner.
     if alpha is None:
-        alpha = step_share(steps) * eps
+        alpha = max(0.15, 2.5 / steps) * eps
     eps, index = per_image(images, eps, index)
     low, high = bounds(images, eps, clip)                       # Pi clamps to these
     adv = images
@@ -269,7 +262,8 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
     check_inputs(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
-    moved = images + eps * noise_like(images, index, seed, NOISE, 0)    # draw 0, the only one
+    # The 0 is a part of the key. Without it, the numbers would differ from those of stored rows.
+    moved = images + eps * noise_like(images, index, seed, NOISE, 0)
     return moved.clamp(*bounds(images, eps, clip))
 
 
@@ -289,15 +283,16 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at the image x, `centre`; shaped as centre.
 
     The estimate is the mean of (m(x + delta v) - m(x - delta v)) / (2 delta) v over `pairs` tensors
-    v of random signs. 16 bits of one random number provide 16 signs, one for each v of a group.
+    v of random signs. A random number has 24 bits; 16 of them provide one sign for each v of a
+    group.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
     for group in range(math.ceil(pairs / 16)):
         n = min(16, pairs - 16 * group)                                     # pairs in this group
         place = torch.arange(n, device=centre.device, dtype=torch.int32)[:, None]
-        numbers = (uniform(index, grad.shape[1], *key, group) * 2 ** 24).int()      # (b, D)
-        bits = (numbers[:, None] >> place) & 1                              # (b, n, D)
+        all_bits = (uniform(index, grad.shape[1], *key, group) * 2 ** 24).int()     # (b, D)
+        bits = (all_bits[:, None] >> place) & 1                             # (b, n, D)
         signs = 2 * bits.to(centre.dtype) - 1
         step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, n, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
@@ -307,6 +302,11 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
         slopes = (plus - minus) / (2 * delta)
         grad += (slopes[:, None] @ signs)[:, 0]                             # (b, D)
     return grad.view_as(centre) / pairs
+
+
+# The numbers in all probes of a chunk of images. They fit into a CPU's cache or a GPU's memory.
+CPU_VALUES = 3 * 2 ** 17
+GPU_VALUES = 2 ** 26
 
 
 @torch.no_grad()
@@ -329,10 +329,9 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
                         labels=labels, index=index, x=x, low=low, high=high,
                         first=torch.zeros_like(x), second=torch.zeros_like(x))  # Adam's moments
 
-    # 16 sign vectors make 32 probes per image. The probes for a chunk of images fit into the CPU's
-    # cache or the GPU's memory.
-    values = 3 * 2 ** 17 if x.device.type == "cpu" else 2 ** 26         # in all probes of a chunk
-    chunk = max(1, values // x[0].numel() // 32)                        # images
+    values = CPU_VALUES if x.device.type == "cpu" else GPU_VALUES
+    probes = 32                                                         # per image: 16 v and 16 -v
+    chunk = max(1, values // x[0].numel() // probes)                    # images
     adv = images.clone()
     for t in range(1, steps + 1):
         s = select_rows(s, ~fooled)
@@ -376,14 +375,14 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     """
     clean_logits(model, images, clip=clip)                      # only for its checks
     size = images[0].numel()
-    # Like cleverhans, take the largest entries from the int(0.99 size)-th smallest on: 1 %.
-    count = size - max(int(0.99 * size), 1) + 1
+    # Like cleverhans, take the largest entries from the int(0.99 size)-th smallest on.
+    one_per_cent = size - max(int(0.99 * size), 1) + 1          # entries
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
-        least = grad.abs().topk(count).values[:, -1:]
+        least = grad.abs().topk(one_per_cent).values[:, -1:]
         largest = grad.abs() >= least
         step = (l1 / 10) * grad.sign() * largest
         step = step / largest.sum(1, keepdim=True)              # all of them share eps/10 equally
@@ -399,11 +398,6 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     # Rounding can move adv out of the L1 ball, so make each change smaller by 2^-22.
     change = soft_threshold(adv - images, 2.0 ** -22)
     return images + change
-
-
-def weighted_hinge(logits, labels, c, confidence):
-    """Return c max(margin + confidence, 0), (B,), the loss of `cw` for the logits. c: (B,)."""
-    return c * (margin(logits, labels) + confidence).clamp(min=0)
 
 
 def cw_round(model, images, labels, c, confidence, steps, lr):
@@ -423,10 +417,12 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
                         first=torch.zeros_like(w), second=torch.zeros_like(w),  # Adam's moments
                         near=images, distance=far, last_loss=far)
 
+    def weighted_hinge(logits, labels):
+        return s.c * (margin(logits, labels) + confidence).clamp(min=0)
+
     for t in range(1, steps + 1):
         adv = (s.w.tanh() + 1) / 2
-        loss = partial(weighted_hinge, c=s.c, confidence=confidence)
-        logits, hinge, grad = input_gradient(loss, model, adv, s.labels)
+        logits, hinge, grad = input_gradient(weighted_hinge, model, adv, s.labels)
         l2 = (adv - s.x).square().flatten(1).sum(1)
         better = (margin(logits, s.labels) + confidence < 0) & (l2 < s.distance)
         s.near = torch.where(column(better), adv, s.near)

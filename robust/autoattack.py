@@ -20,10 +20,10 @@ from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_g
 
 # --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
 
-def check_classes(logits, least, name):
-    """Raise InputError for a loss that compares more logits than the model has."""
-    if logits.shape[1] < least:
-        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares {least} "
+def check_classes(logits, compared, name):
+    """Raise InputError if `name`, a loss or an attack, compares more logits than the model has."""
+    if logits.shape[1] < compared:
+        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares {compared} "
                          f"logits; measure apgd and square instead")
 
 
@@ -68,31 +68,32 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
     low, high = bounds(images, eps, clip)
     noise = noise_like(images, index, seed, APGD, draw)
     start = images + eps * noise / noise.abs().amax((1, 2, 3), keepdim=True)
-    objective = dict(ce=cross_entropy, dlr=dlr)[loss]
     if targets is None:
-        targets = labels                    # a placeholder in the state: ce and dlr do not use it
+        objective = dict(ce=cross_entropy, dlr=dlr)[loss]
+        targets = labels                    # any tensor of this shape: ce and dlr do not use it
     else:
         objective = targeted_dlr
 
-    state = SimpleNamespace(labels=labels, targets=targets, low=low, high=high,
-                            x=start.clamp(low, high), step=2 * eps, adv=images)
+    all_images = SimpleNamespace(labels=labels, targets=targets, low=low, high=high,
+                                 x=start.clamp(low, high), step=2 * eps, adv=images)
     adv = images.clone()
     for source in (model, *surrogates):
-        on = robust.nonzero()[:, 0]
-        if not len(on):
+        rows = robust.nonzero()[:, 0]
+        if not len(rows):
             break
-        start_state = select_rows(state, robust)
-        found, fooled = climb(model, source, objective, start_state, steps)
-        adv[on] = found
-        robust[on] = ~fooled
+        robust_images = select_rows(all_images, robust)
+        found, fooled = climb(model, source, objective, robust_images, steps)
+        adv[rows] = found
+        robust[rows] = ~fooled
     return adv
 
 
 def climb(model, source, objective, s, steps):
-    """Raise the model's loss along the gradient of the model `source`, from the state s of `apgd`.
+    """Raise the model's loss along the gradient of the model `source`.
 
-    Changes the fields of s. Returns the last misclassified iterates, (B, 3, H, W), or s.adv where
-    there is none, and which images fool the model, (B,) bool.
+    s: the images, labels, bounds and step sizes, selected in `apgd`; this function changes s.
+    Returns the last misclassified iterates, (B, 3, H, W), or s.adv where there is none, and which
+    images fool the model, (B,) bool.
     """
     adv = s.adv.clone()
     fooled = torch.zeros_like(s.labels, dtype=torch.bool)
@@ -106,7 +107,7 @@ def climb(model, source, objective, s, steps):
     s.best_loss = s.loss
     s.loss_at_checkpoint = s.loss
     s.rises = torch.zeros_like(s.labels)
-    s.halved = torch.ones_like(s.fooled)            # True: no_gain is False at the first checkpoint
+    s.halved = torch.ones_like(s.fooled)            # so no_gain cannot be True at first
     window = max(int(0.22 * steps), 1)              # steps up to the next checkpoint
     shrink = max(int(0.03 * steps), 1)              # each window is this much shorter
     least = max(int(0.06 * steps), 1)
@@ -179,13 +180,13 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
     eps, index = per_image(images, eps, index)
     adv = images.clone()
     for k in range(targets.shape[1]):
-        on = robust.nonzero()[:, 0]
-        if not len(on):
+        rows = robust.nonzero()[:, 0]
+        if not len(rows):
             break
-        adv[on] = apgd(model, images[on], labels[on], eps[on], targets=targets[on, k],
-                       steps=steps, surrogates=surrogates, clip=clip, seed=seed, draw=k,
-                       index=index[on])
-        robust[on] = model(adv[on]).argmax(1) == labels[on]
+        adv[rows] = apgd(model, images[rows], labels[rows], eps[rows], targets=targets[rows, k],
+                         steps=steps, surrogates=surrogates, clip=clip, seed=seed, draw=k,
+                         index=index[rows])
+        robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
     return adv
 
 
@@ -230,7 +231,11 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
     """
     logits = clean_logits(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
-    box = (0.0, 1.0) if clip else (-1e3, 1e3)                   # wide: no effect
+    low = -1e3                                                  # no bounds
+    high = 1e3
+    if clip:
+        low = 0.0
+        high = 1.0
     targets = likely_targets(logits, labels, num_targets)
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device),
                         x0=images, x=images, labels=labels, targets=targets, eps=eps,
@@ -242,7 +247,7 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
         for i in range(steps):
             if not len(s.row):
                 return adv
-            fab_step(s, model, s.targets[:, k], *box)
+            fab_step(s, model, s.targets[:, k], low, high)
             if i % 10 == 9 or i == steps - 1:
                 near = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1)
                 found = near & s.distance.isfinite()        # inf: s.adv is still the clean image
@@ -372,11 +377,11 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
     adv = images.clone()
     counts = []
     for stage, attack in stages.items():
-        on = robust.nonzero()[:, 0]
-        if len(on):
-            adv[on] = attack(model, images[on], labels[on], eps[on], index=index[on],
-                             clip=clip, seed=seed)
-            robust[on] = model(adv[on]).argmax(1) == labels[on]
+        rows = robust.nonzero()[:, 0]
+        if len(rows):
+            adv[rows] = attack(model, images[rows], labels[rows], eps[rows], index=index[rows],
+                               clip=clip, seed=seed)
+            robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
         counts.append(f"{stage} {int(robust.sum())}")
     print0(f"AutoAttack, still robust of {len(images)}: {', '.join(counts)}")
     return adv

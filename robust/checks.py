@@ -12,7 +12,7 @@ from functools import partial
 import common
 import torch
 
-from robust.adaptive import adaptive_apgd, gradient_models
+from robust.adaptive import adaptive_apgd, pap_steps
 from robust.attacks import (cross_entropy, cw, input_gradient, noise, pgd, restarted,
                             spsa)
 from robust.autoattack import apgd, apgd_t, square
@@ -79,12 +79,11 @@ def left_by(attack, model, x, y, eps):
 
 
 def rivals(model, x, y, eps, others):
-    """Check 3 or 4: other attacks fool no more images than attacks along the model's gradient.
+    """Check 3 or 4: each of the other attacks fools no more images than PGD, APGD and APGD-T.
 
-    others: {name: attack}, the other attacks.
+    An image counts as fooled if one of the three attacks, which follow the model's gradient, fools
+    it. others: {name: attack}.
     """
-    x = x[:FEW]
-    y = y[:FEW]
     attacks = [pgd, apgd]
     if model(x[:1]).shape[1] > 3:                               # APGD-T needs four classes
         short_apgd_t = partial(apgd_t, num_targets=3)
@@ -102,7 +101,7 @@ def rivals(model, x, y, eps, others):
 
 
 def sweep_to_zero(model, x, y, left):
-    """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools all images.
+    """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools FEW images.
 
     left: for each of BUDGETS, which images are correct after PGD, (B,) bool.
     """
@@ -110,8 +109,9 @@ def sweep_to_zero(model, x, y, left):
     falls = [after <= before + slack(y) for before, after in zip(counts, counts[1:])]
     # With eps 1, an attack may turn every image into any other, for example into a grey image.
     grey = is_right(model, pgd(model, x, y, 1.0, steps=40), y)
-    nearest = cw(model, x[:FEW], y[:FEW], steps=150, lr=0.01, search_steps=4, c0=1.0)
-    spared = is_right(model, nearest, y[:FEW])
+    few_y = y[:FEW]
+    nearest = cw(model, x[:FEW], few_y, steps=150, lr=0.01, search_steps=4, c0=1.0)
+    spared = is_right(model, nearest, few_y)
     conditions = {"accuracy falls with eps": all(falls),
                   "eps 1 leaves nothing": grey.sum() <= slack(y),
                   "CW fools all": not spared.any()}
@@ -130,53 +130,57 @@ def half_budget(left):
     return BUDGETS[1 + distances.index(min(distances))]
 
 
+def report(number, claim, conditions, evidence):
+    """Print the result of a check, {condition: bool} and a text; return whether it has passed."""
+    wrong = [name for name, holds in conditions.items() if not holds]
+    verdict = "FAIL" if wrong else "PASS"
+    if wrong:
+        claim += f"; not true: {', '.join(wrong)}"
+    print(f"{verdict} {number} {claim}\n       {evidence}", flush=True)
+    return not wrong
+
+
 @torch.no_grad()
-def run_checks(model, x, y, name="", twin=None):
+def run_checks(model, x, y, name="", softmax_model=None):
     """Run and print all five checks on images x with labels y. Returns {number: passed}.
 
-    twin: a softmax-attention model; check 4 tries adversarial images for it on `model`.
+    Checks 3 and 4 use the first FEW images. softmax_model: a softmax-attention model; check 4 tries
+    adversarial images for it on `model`.
     """
-    passed = {}
-
-    def report(number, claim, conditions, evidence):
-        wrong = [name for name, holds in conditions.items() if not holds]
-        passed[number] = not wrong
-        verdict = "FAIL" if wrong else "PASS"
-        if wrong:
-            claim += f"; not true: {', '.join(wrong)}"
-        print(f"{verdict} {number} {claim}\n       {evidence}", flush=True)
-
     def transfer(model, x, y, eps):
-        return apgd(twin, x, y, eps)
+        return apgd(softmax_model, x, y, eps)
 
     print(f"checks on {name}, {len(y)} images", flush=True)
-    report(1, "the gradient exists and points uphill", *gradients(model, x, y))
+    passed = {}
+    found = gradients(model, x, y)
+    passed[1] = report(1, "the gradient exists and points uphill", *found)
     left = [left_by(pgd, model, x, y, eps) for eps in BUDGETS]
     eps = half_budget(left)                                     # of checks 2 to 4
     found = steps_and_restarts(model, x, y, eps)
-    report(2, "more steps and restarts fool no more images", *found)
+    passed[2] = report(2, "more steps and restarts fool no more images", *found)
     blind = {"noise": noise,
              "SPSA": partial(spsa, steps=20, pairs=64),
              "Square": partial(square, queries=1000)}
-    found = rivals(model, x, y, eps, blind)
-    report(3, "attacks without gradients fool no more images", *found)
+    found = rivals(model, x[:FEW], y[:FEW], eps, blind)
+    passed[3] = report(3, "attacks without gradients fool no more images", *found)
     other = {}
-    if gradient_models(model, x):
+    if pap_steps(model, x):
         other["adaptive APGD"] = adaptive_apgd
-    if twin is not None:
+    if softmax_model is not None:
         other["transfer from softmax"] = transfer
     if other:
-        found = rivals(model, x, y, eps, other)
-        report(4, "other gradients fool no more images", *found)
+        found = rivals(model, x[:FEW], y[:FEW], eps, other)
+        passed[4] = report(4, "other gradients fool no more images", *found)
     else:
         print("---- 4 not run: the model has no RPC-Attention, and no softmax model "
               "was given")
-    report(5, "accuracy falls to zero", *sweep_to_zero(model, x, y, left))
+    found = sweep_to_zero(model, x, y, left)
+    passed[5] = report(5, "accuracy falls to zero", *found)
     return passed
 
 
 def main():
-    """Check the networks of --ckpt on 64 test images; a softmax network among them is the twin."""
+    """Check the networks of --ckpt on 64 test images; check 4 uses a softmax network among them."""
     import eval_robust              # here only: the checks above work without the evaluator
     p = common.new_parser(__doc__)
     p.add_argument("--ckpt", nargs="+", required=True,
@@ -184,22 +188,28 @@ def main():
     p.add_argument("--limit", type=common.positive_int, default=64,
                    help="number of test images (default: 64)")
     own = p.parse_args()
-    # The evaluator's functions read its flags. One batch contains all images.
-    limit = str(own.limit)
-    words = ["--ckpt", *own.ckpt, "--batch_size", limit, "--limit", limit]
-    args = eval_robust.get_args(words)
+    # The evaluator's functions read its flags.
+    args = eval_robust.get_args(["--ckpt", *own.ckpt])
+    args.limit = own.limit
+    args.batch_size = own.limit                                 # one batch contains all images
+    args.num_workers = 0
     args.rank, args.world, args.device = common.start_processes(None)
+    if args.world > 1:
+        raise common.InputError(f"{args.world} processes would check different images and print "
+                                f"different results; expected one process: start it by python -m "
+                                f"robust.checks, without torchrun")
+    torch.backends.cudnn.allow_tf32 = False     # the default rounds the inputs of convolutions
     models = [eval_robust.load_model(path, args.device) for path in own.ckpt]
     args = eval_robust.complete_flags(args, models)
     data = eval_robust.load_data(args, models)
     index = eval_robust.choose(len(data.labels), "pgd", args)   # the first images of measure pgd
     x, labels, *_ = next(eval_robust.batches(data, index, args))        # the only batch
-    twin = None
+    softmax_model = None
     for m in models:
-        if twin is None and m.about["model"].startswith("softmax"):
-            twin = m.net
+        if softmax_model is None and m.about["model"].startswith("softmax"):
+            softmax_model = m.net
     for m in models:
-        run_checks(m.net, x, labels, m.about["model"], twin)
+        run_checks(m.net, x, labels, m.about["model"], softmax_model)
 
 
 if __name__ == "__main__":

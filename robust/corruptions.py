@@ -7,14 +7,14 @@ Hendrycks & Dietterich 2019. Sources: `hendrycks/robustness:ImageNet-C/create_c/
 `bethgelab/imagecorruptions`. For the same random numbers, the result agrees with the sources within
 one grey level.
 
-A corruption is a function of (images, c, u), an entry in CORRUPTIONS, and an entry in CONSTANTS in
-severities.py. images: uint8. c: the severity's constant or constants. u: a function; u(n) draws
-(B, n) uniform numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are
-truncated, not rounded.
+A corruption is a function of (images, c, draw), an entry in CORRUPTIONS, and an entry in CONSTANTS
+in severities.py. images: uint8. c: the severity's constant or constants. draw: a function; draw(n)
+returns (B, n) uniform numbers in [0, 1). Grey levels from 0 to 255 are float32 inside; results are
+truncated, not rounded. The functions draw_* are separate, so that tests can replace their numbers
+by the numbers of the sources.
 """
 
 import math
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -23,23 +23,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common import default_workers
 from data.rng import CORRUPTION, normal, uniform
-from robust.filters import (bilinear, disk, displace, enlarge, gaussian_blur, motion,
-                            pixel_grid, quantise, shrink)
+from robust.filters import (bilinear, box_shrink, disk, displace, enlarge, gaussian_blur,
+                            motion, pixel_grid, quantise)
 from robust.frost import scaled_frost
 from robust.severities import CONSTANTS
 
 
 # --- noise ----------------------------------------------------------------------------------------
 
-def draw_values(images, u):
+def draw_values(images, draw):
     """Draw one uniform number per pixel and channel: (B, 3, H, W)."""
-    return u(images[0].numel()).view_as(images)
+    return draw(images[0].numel()).view_as(images)
 
 
-def gaussian_noise(images, c, u):
+def gaussian_noise(images, c, draw):
     """Add Gaussian noise of standard deviation c, where white is 1."""
-    noise = normal(draw_values(images, u))
+    noise = normal(draw_values(images, draw))
     return quantise(noise.mul_(255 * c).add_(images))
 
 
@@ -57,23 +58,23 @@ def shot_table(photons, device):
     return value.repeat(256).repeat_interleave(count).to(device)
 
 
-def shot_noise(images, c, u):
+def shot_noise(images, c, draw):
     """Replace x by a draw of Poisson(c * x) / c, by table lookup; white is 1."""
-    quantile = (draw_values(images, u) * 2 ** 16).int()
+    quantile = (draw_values(images, draw) * 2 ** 16).int()
     index = images.int().mul_(2 ** 16).add_(quantile)
     table = shot_table(c, images.device)
     return table.index_select(0, index.flatten()).view_as(images)
 
 
-def impulse_noise(images, c, u):
+def impulse_noise(images, c, draw):
     """Set a share c of the values to 0 or 255, each channel of a pixel independently."""
-    values = draw_values(images, u)
+    values = draw_values(images, draw)
     return images.masked_fill(values < c, 255).masked_fill_(values < c / 2, 0)
 
 
 # --- blur -----------------------------------------------------------------------------------------
 
-def defocus_blur(images, c, u):
+def defocus_blur(images, c, draw):
     """Convolve with a disk; the image is reflected at its border pixels.
 
     Some kernels sum to slightly less than 1, as in the source, so white becomes 254. Float32 is too
@@ -94,17 +95,17 @@ def defocus_blur(images, c, u):
     return quantise(total, guard=0)
 
 
-def draw_glass_blur(u, H, W, c):
+def draw_glass_blur(draw, H, W, c):
     """Draw shifts dy * W + dx with dy and dx from -d to d - 1: (B, rounds, H - 2d, W - 2d)."""
     _, d, rounds = c
-    numbers = u(rounds * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)       # dy and dx from one number
+    numbers = draw(rounds * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)       # dy and dx from one number
     dy = numbers.floor() - d
     dx = numbers.frac().mul_(2 * d).floor_() - d
     shift = dy.mul_(W).add_(dx).long()
     return shift.view(-1, rounds, H - 2 * d, W - 2 * d)
 
 
-def glass_blur(images, c, u):
+def glass_blur(images, c, draw):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
     The source visits the pixels from the last to the first and overwrites each with the pixel at a
@@ -115,7 +116,7 @@ def glass_blur(images, c, u):
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
-    shift = draw_glass_blur(u, H, W, c)
+    shift = draw_glass_blur(draw, H, W, c)
     pixel = torch.arange(H * W, device=images.device).expand(B, -1)
     border = (d + 1, d - 1, d + 1, d - 1)       # left, right, top, bottom: pixels without a shift
     inside = F.pad(torch.ones_like(shift[:, 0], dtype=torch.bool), border).flatten(1)
@@ -134,9 +135,9 @@ def glass_blur(images, c, u):
     return quantise(gaussian_blur(x.float(), sigma))
 
 
-def motion_blur(images, c, u):
+def motion_blur(images, c, draw):
     """Smear along a line at an angle from -45 to 45 degrees."""
-    return quantise(motion(images.float(), *c, u(1)[:, 0] * 90 - 45))
+    return quantise(motion(images.float(), *c, draw(1)[:, 0] * 90 - 45))
 
 
 def cropped(side, factor):
@@ -144,7 +145,7 @@ def cropped(side, factor):
     return math.ceil(side / float(factor))
 
 
-def zoom_blur(images, c, u):
+def zoom_blur(images, c, draw):
     """Average the image and enlarged copies of its centre."""
     H, W = images.shape[2:]
     x = images.float()
@@ -163,21 +164,21 @@ def zoom_blur(images, c, u):
 
 # --- weather --------------------------------------------------------------------------------------
 
-def draw_snow(u, H, W, c):
+def draw_snow(draw, H, W, c):
     """Draw the visible part of a standard normal field, (B, h, w), and angles (B,) in degrees."""
     zoom = c[2]
     h = cropped(H, zoom)
     w = cropped(W, zoom)
-    numbers = u(h * w + 1)
+    numbers = draw(h * w + 1)
     angle = numbers[:, 0] * 90 - 135
     field = normal(numbers[:, 1:]).view(-1, h, w)
     return field, angle
 
 
-def snow(images, c, u):
+def snow(images, c, draw):
     """Whiten the image, then add flakes: zoomed, thresholded and smeared noise."""
     mean, std, zoom, threshold, radius, sigma, keep = c
-    field, angle = draw_snow(u, *images.shape[2:], c)
+    field, angle = draw_snow(draw, *images.shape[2:], c)
     flakes = enlarge((field * std + mean)[:, None], zoom, *images.shape[2:])
     flakes = flakes.masked_fill(flakes < threshold, 0).clamp(0, 1)
     flakes = motion((flakes * 255).floor(), radius, sigma, angle).floor_()
@@ -187,11 +188,11 @@ def snow(images, c, u):
     return quantise(x + (flakes + flakes.flip(2, 3)))           # also rotated by 180 degrees
 
 
-def frost(images, c, u, frost_dir=None):
+def frost(images, c, draw, frost_dir=None):
     """Return the weighted sum of the image and a random part of a random texture of frost."""
     H, W = images.shape[2:]
     image_weight, frost_weight, scale = c
-    numbers = u(3)
+    numbers = draw(3)
     textures = scaled_frost(frost_dir, scale, H, W, images.device)
     which = (numbers[:, 0] * len(textures)).long().tolist()
     room = torch.tensor([textures[i].shape[1:] for i in which]) - torch.tensor([H, W])
@@ -200,12 +201,12 @@ def frost(images, c, u, frost_dir=None):
     return quantise(image_weight * images.float() + frost_weight * torch.stack(parts).float())
 
 
-def draw_fog(u, H, W, c):
+def draw_fog(draw, H, W, c):
     """Draw a plasma fractal in [0, 1], (B, H, W): midpoint displacement on a torus of side 2^k."""
     _, decay = c
     side = 2 ** math.ceil(math.log2(max(H, W)))
     step = side
-    noise = 2 * u(side * side) - 1
+    noise = 2 * draw(side * side) - 1
     used = 0                                                            # columns of noise
     amplitude = 100.0
     field = torch.zeros(len(noise), side, side, device=noise.device)
@@ -236,13 +237,13 @@ def draw_fog(u, H, W, c):
     return field[:, :H, :W] / field.amax((1, 2), keepdim=True)
 
 
-def fog(images, c, u):
+def fog(images, c, draw):
     """Return (x + a * plasma) * M / (M + a), where white is 1.
 
     a: the amount of fog. M: the image's largest value.
     """
     amount, _ = c
-    plasma = draw_fog(u, *images.shape[2:], c)
+    plasma = draw_fog(draw, *images.shape[2:], c)
     largest = images.amax((1, 2, 3), keepdim=True).float()
     x = images + 255 * amount * plasma[:, None]
     return quantise(x.mul_(largest / (largest + 255 * amount)))
@@ -250,14 +251,14 @@ def fog(images, c, u):
 
 # --- colour, shape, coding ------------------------------------------------------------------------
 
-def brightness(images, c, u):
+def brightness(images, c, draw):
     """Raise the HSV value V to V' = min(V + c, white): scale all three channels by V' / V."""
     value = images.amax(1, keepdim=True).float()
     brighter = (value + 255 * c).clamp_(max=255)
     return quantise(torch.where(value > 0, images * (brighter / value), brighter))
 
 
-def contrast(images, c, u):
+def contrast(images, c, draw):
     """Multiply each channel's distance from its mean by c."""
     x = images.float()
     total = x.sum(3).long().sum(2)[..., None, None]            # whole numbers: exact in any order
@@ -265,21 +266,21 @@ def contrast(images, c, u):
     return quantise((x - mean).mul_(c).add_(mean))
 
 
-def draw_elastic_transform(u, H, W, c):
+def draw_elastic_transform(draw, H, W, c):
     """Draw shifts of 3 corners, (B, 3, 2) up to +-jitter, and fields in [-1, 1), (B, 2, H, W)."""
     _, _, jitter = c
-    numbers = 2 * u(6 + 2 * H * W) - 1
+    numbers = 2 * draw(6 + 2 * H * W) - 1
     shifts = jitter * numbers[:, :6].view(-1, 3, 2)
     field = numbers[:, 6:].view(-1, 2, H, W)
     return shifts, field
 
 
-def elastic_transform(images, c, u):
+def elastic_transform(images, c, draw):
     """Move three corners by `jitter` (an affine map), then all pixels by alpha * smoothed field."""
     H, W = images.shape[2:]
     alpha, sigma, _ = c
     x = images.float()
-    shifts, field = draw_elastic_transform(u, H, W, c)
+    shifts, field = draw_elastic_transform(draw, H, W, c)
     y0 = H // 2
     x0 = W // 2
     s = min(H, W) // 3
@@ -295,15 +296,15 @@ def elastic_transform(images, c, u):
     return quantise(displace(x, (sigma, sigma), alpha * field))
 
 
-def elastic_any_size(images, c, u):
+def elastic_any_size(images, c, draw):
     """Apply smoothed random shifts that grow with the image, as imagecorruptions does."""
     H, W = images.shape[2:]
-    field = 2 * u(2 * H * W).view(-1, 2, H, W) - 1
+    field = 2 * draw(2 * H * W).view(-1, 2, H, W) - 1
     shift = c * 0.005 * H * field
     return quantise(displace(images.float(), (0.01 * W, 0.01 * H), shift))
 
 
-def pixelate(images, c, u):
+def pixelate(images, c, draw):
     """Shrink by c with a box filter, first across, then down; enlarge by repeating pixels."""
     H, W = images.shape[2:]
     h = int(H * c)
@@ -312,22 +313,12 @@ def pixelate(images, c, u):
     row = (2 * torch.arange(H, device=images.device) + 1) * h // (2 * H)
     column = (2 * torch.arange(W, device=images.device) + 1) * w // (2 * W)
     # Shrink rows of the transposed image: whole rows of memory are faster than single pixels.
-    x = shrink(images.mT.contiguous(), w)                   # across
-    x = shrink(x.mT.contiguous(), h)
+    x = box_shrink(images.mT.contiguous(), w)               # across
+    x = box_shrink(x.mT.contiguous(), h)
     return x[:, :, row][:, :, :, column]
 
 
-def jpeg_threads():
-    """Return how many images are coded at once: the cores that this process may use, up to 16.
-
-    torchrun sets PyTorch's own number of threads to 1, while the other cores wait.
-    """
-    if hasattr(os, "sched_getaffinity"):                        # Linux
-        return min(16, len(os.sched_getaffinity(0)))
-    return min(16, os.cpu_count())
-
-
-def jpeg_compression(images, c, u):
+def jpeg_compression(images, c, draw):
     """Encode at quality c, with colours at half resolution, and decode, on CPU threads."""
     from torchvision.io import decode_jpeg, encode_jpeg
 
@@ -335,7 +326,8 @@ def jpeg_compression(images, c, u):
         return decode_jpeg(encode_jpeg(image, c))
 
     x = images.cpu().contiguous(memory_format=torch.channels_last)      # the encoder's layout
-    with ThreadPoolExecutor(jpeg_threads()) as pool:
+    # One thread per core; torchrun sets PyTorch's own number of threads to 1.
+    with ThreadPoolExecutor(default_workers()) as pool:
         decoded = list(pool.map(code, x))
     return torch.stack(decoded).to(images.device)
 
@@ -343,15 +335,25 @@ def jpeg_compression(images, c, u):
 # --- all of them ----------------------------------------------------------------------------------
 
 ELASTIC_SIZES = (224, 64, 32)         # sides of squares that elastic_transform supports
-CORRUPTIONS = {function.__name__: function for function in (
-    gaussian_noise, shot_noise, impulse_noise,
-    defocus_blur, glass_blur, motion_blur, zoom_blur,
-    snow, frost, fog, brightness,
-    contrast, elastic_transform, pixelate, jpeg_compression)}
+CORRUPTIONS = {
+    "gaussian_noise": gaussian_noise,
+    "shot_noise": shot_noise,
+    "impulse_noise": impulse_noise,
+    "defocus_blur": defocus_blur,
+    "glass_blur": glass_blur,
+    "motion_blur": motion_blur,
+    "zoom_blur": zoom_blur,
+    "snow": snow,
+    "frost": frost,
+    "fog": fog,
+    "brightness": brightness,
+    "contrast": contrast,
+    "elastic_transform": elastic_transform,
+    "pixelate": pixelate,
+    "jpeg_compression": jpeg_compression,
+}
 NAMES = tuple(CORRUPTIONS)            # ImageNet-C's 15: means and mCE are taken over these only
-# Your own corruption needs a function above, its five constants in CONSTANTS in severities.py, and
-# an entry in this table, such as CORRUPTIONS["rain"] = rain.
-# Enter your own corruption here.
+# Enter your own corruption here, such as CORRUPTIONS["rain"] = rain.
 
 
 def table_of(H, W):
@@ -362,6 +364,20 @@ def table_of(H, W):
     if side >= 48:
         return 64
     return 32
+
+
+def choose_function(name, H, W, frost_dir):
+    """Return the function of a corruption for images of H x W pixels, and its five constants."""
+    function = CORRUPTIONS[name]
+    constants = CONSTANTS[name]
+    if name == "frost":
+        function = partial(frost, frost_dir=frost_dir)
+    if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
+        function = elastic_any_size
+        constants = CONSTANTS["elastic_any_size"]
+    if isinstance(constants, dict):
+        constants = constants[table_of(H, W)]
+    return function, constants
 
 
 def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
@@ -382,20 +398,12 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     if index is None:
         index = range(B)
     index = torch.as_tensor(index, dtype=torch.int64).to(device)
-    function = CORRUPTIONS[name]
-    constants = CONSTANTS[name]
-    if name == "elastic_transform" and not (H == W and H in ELASTIC_SIZES):
-        function = elastic_any_size
-        constants = CONSTANTS["elastic_any_size"]
-    if name == "frost":
-        function = partial(frost, frost_dir=frost_dir)
-    if isinstance(constants, dict):
-        constants = constants[table_of(H, W)]
+    function, constants = choose_function(name, H, W, frost_dir)
     c = constants[severity - 1]
     if name in NAMES:
-        number = CORRUPTION + NAMES.index(name)
+        purpose = CORRUPTION + NAMES.index(name)
     else:
-        number = zlib.crc32(name.encode()) // 2         # your own corruption; keys are below 2^31
+        purpose = zlib.crc32(name.encode()) // 2        # your own corruption; keys are below 2^31
 
     # Corrupt slices of the batch that fit into the caches of a CPU, or the memory of a GPU.
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
@@ -404,8 +412,8 @@ def corrupt(images, name, severity, *, seed=0, index=None, frost_dir=None):
     for first in range(0, B, size):
         part = slice(first, first + size)
 
-        def u(n):
-            return uniform(index[part], n, seed, number, severity)
+        def draw(n):
+            return uniform(index[part], n, seed, purpose, severity)
 
-        out[part] = function(images[part].contiguous(), c, u)
+        out[part] = function(images[part].contiguous(), c, draw)
     return out

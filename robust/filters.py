@@ -32,7 +32,11 @@ def disk(radius, sigma):
 
     The sum is 1.013 for radius 8 and 1.011 for 10, as in the source; else 1 up to rounding.
     """
-    half, edge = (8, 1) if radius <= 8 else (radius, 2)
+    half = 8                                                # the kernel is 2 half + 1 pixels wide
+    edge = 1                                                # the Gaussian is 2 edge + 1 pixels wide
+    if radius > 8:
+        half = radius
+        edge = 2
     side = 2 * half + 1
     place = torch.arange(-half, half + 1)
     kernel = (place ** 2 + place[:, None] ** 2 <= radius ** 2).float()
@@ -78,8 +82,11 @@ def motion(x, radius, sigma, angle):
     dx = (length * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
     padded = F.pad(x, [reach] * 4, mode="replicate")
     Hp, Wp = padded.shape[2:]
-    segments = padded.flatten().unfold(0, W, 1)             # row p: the W values from position p on
-    # Find where each row of each image begins in the flat padded tensor, then shift these places.
+    # In the flat padded tensor, channel c begins at c Hp Wp. Its first pixel inside the border is
+    # `reach` rows and `reach` columns later. Each row begins Wp after the row before. A shift by
+    # (dy, dx) moves such a place by dy Wp + dx. The W values from this place on, a row of
+    # `segments`, are the shifted row.
+    segments = padded.flatten().unfold(0, W, 1)
     channel = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp)
     first_pixel = channel + reach * (Wp + 1)
     row = (first_pixel + torch.arange(H, device=x.device) * Wp).flatten(1)  # (B, C * H)
@@ -161,7 +168,7 @@ def boxes(size, n, device):
     return member.to(device), length[:, None].float().to(device)
 
 
-def shrink(images, n):
+def box_shrink(images, n):
     """Shrink (B, 3, H, W) to n rows, uint8, by averages over windows, as PIL's BOX filter does."""
     member, length = boxes(images.shape[2], n, images.device)
     x = F.pad(images, (0, 0, 0, 1))                         # row `size` is 0: boxes pads with it

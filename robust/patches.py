@@ -1,6 +1,6 @@
 """Corrupt a few patches per image, and return which patches: a robust attention should find them.
 
-    corrupted, hit = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels each
+    images, corrupted = corrupt_patches(images, "noise", patch=4)     # 6 patches of 4 x 4 pixels
 
 Patches are the input patches of a ViT, numbered row by row. Random numbers depend on the image's
 position in the batch alone.
@@ -21,34 +21,35 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
         deviation 0.3 to n patches. "pixels" gives 12 single pixels random colours. "adversarial"
         changes one block of 2 x 2 patches to raise the model's loss, in 20 steps.
     patch: the side of a patch in pixels, a divisor of S.
+    n: the number of patches; "pixels" and "adversarial" do not use it.
     Returns the corrupted images, and which patches were corrupted, (B, P) bool.
     """
     B, _, _, size = images.shape
     per_row = size // patch                                             # patches
     index = torch.arange(B, device=images.device)
     if kind == "adversarial":
-        hit = random_block(index, per_row)
-        where = patches_to_pixels(hit, per_row, patch)
+        corrupted = random_block(index, per_row)
+        where = patches_to_pixels(corrupted, per_row, patch)
         x = images.masked_fill(where, 0.5)                              # start grey
         for step in range(20):
             _, _, grad = input_gradient(cross_entropy, model, x, labels)
             moved = x + 0.2 * (1 - step / 20) * grad.sign()
             x = torch.where(where, moved.clamp(0, 1), x)
-        return x, hit
+        return x, corrupted
 
     values = uniform(index, images[0].numel(), 0, PATCH_VALUES).view_as(images)
     if kind == "pixels":
         where = random_places(index, 12, size * size).view(B, 1, size, size)
-        hit = F.max_pool2d(where.float(), patch) > 0        # patches with one of the pixels or more
-        return torch.where(where, values, images), hit.flatten(1)
+        corrupted = F.max_pool2d(where.float(), patch) > 0  # patches with one of the pixels or more
+        return torch.where(where, values, images), corrupted.flatten(1)
 
     new = dict(noise=values,
                black=torch.zeros_like(images),
                white=torch.ones_like(images),
                gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
-    hit = random_places(index, n, per_row * per_row)
-    where = patches_to_pixels(hit, per_row, patch)
-    return torch.where(where, new[kind], images), hit
+    corrupted = random_places(index, n, per_row * per_row)
+    where = patches_to_pixels(corrupted, per_row, patch)
+    return torch.where(where, new[kind], images), corrupted
 
 
 def random_places(index, n, total):
@@ -68,7 +69,7 @@ def random_block(index, per_row):
     return (rows[:, :, None] & columns[:, None, :]).flatten(1)
 
 
-def patches_to_pixels(hit, per_row, patch):
+def patches_to_pixels(corrupted, per_row, patch):
     """Expand patches (B, P) to pixels (B, 1, S, S)."""
-    grid = hit.view(-1, 1, per_row, per_row)
+    grid = corrupted.view(-1, 1, per_row, per_row)
     return grid.repeat_interleave(patch, 2).repeat_interleave(patch, 3)

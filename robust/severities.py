@@ -60,7 +60,7 @@ CONSTANTS = {
         64: (.4, .3, .2, .1, .05),
         32: (.75, .5, .4, .3, .15)},
     "elastic_transform": {  # alpha, sigma, jitter of the corners
-        # 244, not 224, as in ImageNet-C
+        # 244, not 224, as in ImageNet-C (its typing error is kept)
         224: [(244 * a, 244 * s, 244 * j) for a, s, j in
               ((2, .7, .1), (2, .08, .2),
                (.05, .01, .02), (.07, .01, .02), (.12, .01, .02))],

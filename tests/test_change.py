@@ -17,7 +17,7 @@ SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps
                         "--words 0 --device cpu",
          "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 "
                          "--num_workers 0 --device cpu",
-         "eval_robust.py": "--limit 8 --num_workers 0 --device cpu"}
+         "eval_robust.py": "--limit 8 --device cpu"}
 
 
 def blocks(language, text):

@@ -375,7 +375,7 @@ def test_the_evaluators_batch_fits_at_patch_4(device, note, monkeypatch, tmp_pat
 
 EVALUATIONS = {
     "shapes_rpc": (eval_robust, "--ckpt", "--measures clean noise fgsm pgd fog glass_blur --eps "
-                   "2/255 --steps 5 --severities 1 5 --num_workers 0 --limit 40"),
+                   "2/255 --steps 5 --severities 1 5 --limit 40"),
     "seg_shapes_rpc": (train_seg, "--eval_only", "--severities 5 --limit 8"),
     "pydoc_rpc": (train_lm, "--eval_only", "--limit 2000")}
 

@@ -35,7 +35,7 @@ def place(tmp_path_factory):
         write_png(image, str(folder / "data/imagenet/val" / name / f"{i}.png"))
         write_png(image, str(folder / f"photos/{i}.png"))
     make_checkpoint(folder / "net.pt")
-    call(eval_robust.main, "--device cpu --num_workers 0 --measures clean --limit 2 --ckpt",
+    call(eval_robust.main, "--device cpu --measures clean --limit 2 --ckpt",
          [folder / "net.pt", "--out_dir", folder / "out/shapes_rpc/robust"])
     return folder
 
@@ -45,7 +45,7 @@ def test_commands_run(place, monkeypatch, capsys, command):
     """Run a command at a scale of seconds: few images and steps."""
     monkeypatch.chdir(place)
     monkeypatch.setattr(checks, "run_checks",
-                        lambda model, images, labels, name, twin: print("| checks of |", name))
+                        lambda model, images, labels, name, softmax: print("| checks of |", name))
     few = eval_robust.Attack(eval_robust.autoattack, dict(steps=2, queries=5, num_targets=1))
     monkeypatch.setitem(eval_robust.ATTACKS, "autoattack", few)
     _, script, *flags = shlex.split(command)
@@ -53,7 +53,7 @@ def test_commands_run(place, monkeypatch, capsys, command):
         return call(checks.main, flags[1:])
     if "--table" not in flags:
         more = [] if "--measures" in flags else ["--measures", "clean", "fgsm"]
-        flags += [*more, "--limit", 2, "--device", "cpu", "--num_workers", 0]
+        flags += [*more, "--limit", 2, "--device", "cpu"]
         flags = [2 if flag == "40" else flag for flag in flags]
     call(eval_robust.main, flags)
     assert "| " in capsys.readouterr().out
