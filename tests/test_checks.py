@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 
+import common
+from fixtures import ROOT
 from golden_net import trained_network
 from robust import checks
 from robust.attacks import pgd
+from runs import call, refused
 from vit import ViT, ViTConfig
 
 
@@ -114,3 +117,17 @@ def test_other_gradients_come_from_own_attention(monkeypatch):
                         asked.update(others) or ({}, ""))
     checks.run_checks(vit, x, vit(x).argmax(1))
     assert set(asked) == {"noise", "SPSA", "Square", "adaptive APGD"}
+
+
+def test_the_command_computes_in_float32(monkeypatch):
+    """Convolutions too; all images are one batch."""
+    given = []
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(checks, "run_checks", lambda *words: given.append(words))
+    command = ["--limit", 5, "--ckpt", ROOT / "weights/shapes_softmax.pt"]
+    call(checks.main, command)
+    (net, images, labels, name, softmax), = given
+    assert len(images) == len(labels) == 5 and softmax is net and name.startswith("softmax")
+    assert not torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(common, "start_processes", lambda name: (0, 2, torch.device("cpu")))
+    assert "expected one process" in refused(checks, command)

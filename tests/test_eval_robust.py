@@ -96,6 +96,8 @@ def test_evaluate_rejects_networks_that_do_not_repeat():
 
 def test_evaluate_rejects_wrong_labels_and_train_mode():
     model, images, labels = trained_network(4)
+    with pytest.raises(ValueError, match="no images, expected 1 or more"):
+        evaluate(model, images[:0], labels[:0], {})
     for wrong in (labels + 20, labels[:, None], torch.nn.functional.one_hot(labels, 10)):
         with pytest.raises(ValueError, match="labels are"):
             evaluate(model, images, wrong, {})
@@ -296,6 +298,20 @@ def test_hidden_modules_are_part_of_code(few_scenes, monkeypatch):
     assert {path.name for path in visible[-1]} >= {"my.py", "helper.py", "attention.py"}
 
 
+@pytest.mark.parametrize("name", ["helper", "results"])
+def test_imports_in_a_forward_are_errors(few_scenes, name):
+    """Later they would fail, or find the project's module of this name."""
+    before = dict(sys.modules)
+    Path(f"{name}.py").write_text("def logits(x):\n    return x.flatten(1)[:, :10]\n")
+    Path("my.py").write_text(
+        f"import torch, {name}\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        f"        from {name} import logits\n        return logits(x)\n"
+        "def build():\n    return Net()\n")
+    line = refused(eval_robust, "--device cpu --model my.py:build --data shapes", CLEAN)
+    assert f"the network imports {name} when it runs; expected this import at the top" in line
+    assert sys.modules.get(name) is before.get(name)
+
+
 def test_an_edited_neighbour_makes_another_row(few_scenes):
     for answer in (1, 2, 2):
         write_network("helper", answer)
@@ -363,6 +379,8 @@ def test_order_of_checkpoints_decides_nothing():
     ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),
     ("--steps 0", "expected 1 or more"), ("--batch_size 0", "expected 1 or more"),
     ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "from 0 to 1"),
+    ("--num_workers 2", "--num_workers: no effect with --data shapes"),
+    ("--seed -1", "from 0 to 2147483647"), ("--seed 2147483648", "from 0 to 2147483647"),
     ("--eps=-1/255", "from 0 to 1")])
 def test_flags_without_effect_are_errors(words, expected):
     make_checkpoint()
@@ -393,6 +411,29 @@ def test_batches_on_a_cpu_are_small():
     model = eval_robust.load_model("m.pt", device)
     for size, images in ((16, 256), (32, 256), (224, 5), (1000, 1)):
         assert eval_robust.images_per_batch([model._replace(size=size)], device) == images
+
+
+def test_the_memory_is_measured_after_loading(monkeypatch):
+    """On a GPU, the images are in the memory that a batch can not use."""
+    make_checkpoint()
+    order = []
+    for name in ("load_data", "images_per_batch"):
+        def recorded(*args, function=getattr(eval_robust, name), name=name):
+            order.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(eval_robust, name, recorded)
+    run("--ckpt m.pt", CLEAN)
+    assert order == ["load_data", "images_per_batch"]
+
+
+def test_images_of_another_size_are_an_error(monkeypatch):
+    """CIFAR-10 is not resized."""
+    make_checkpoint(data="cifar10")
+    monkeypatch.setattr(eval_robust, "load_part",
+                        lambda part, flags, device: load_shapes("test", 20, 48))
+    line = refused(eval_robust, "--device cpu --ckpt m.pt", CLEAN)
+    assert "cifar10 has images of 48 px, but the networks take 32 px; choose" in line
 
 
 def test_a_data_set_is_hashed_once(monkeypatch):
@@ -504,12 +545,23 @@ def test_released_corruptions_match_the_test_images():
             write_png((image.int() + change).clamp(0, 255).byte(), str(folder / f"{i:03d}.png"))
     common.save(Path("m.pt"), common.load("m.pt") | dict(classes=sorted(SHAPES)))
     how = ("--ckpt m.pt --data_dir photos --measures fog --severities 3 --corrupted_dir c --out_dir"
-           " r --device cpu --num_workers 0")
+           " r --device cpu --num_workers 0")              # the copies are files
     run(how)
     first, = read()
     assert first["images"] == 40 and len(first["top1"]) == 1
     next(Path("c/fog/3/star").iterdir()).unlink()
     assert "other images" in refused(eval_robust, how)
+
+
+def test_released_corruptions_have_the_same_names():
+    for root, names in (("a", "0.png 1.png"), ("b", "0.jpg 1.jpg"), ("c", "0.png 2.png")):
+        for name in names.split():
+            Path(root, "k").mkdir(parents=True, exist_ok=True)
+            Path(root, "k", name).touch()
+    images, endings, other = (eval_robust.open_folder(root, ["k"], 8) for root in "abc")
+    eval_robust.check_copies(endings, images, "b")
+    with pytest.raises(common.InputError, match="c has other images"):
+        eval_robust.check_copies(other, images, "c")
 
 
 def test_worst_case_is_taken_image_by_image():

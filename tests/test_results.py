@@ -1,5 +1,9 @@
 """Rows of results.jsonl: which rows a summary uses, and the table over seeds."""
 
+import json
+import math
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +11,13 @@ from scipy import stats
 
 import common
 import results
+import train_lm
+import train_seg
+from fan import FANConfig
 from fixtures import ROOT
+from lm import LMConfig
+from runs import call
+from segmenter import SegmenterConfig
 
 PGD = dict(steps=20, eps=2 / 255)
 
@@ -47,6 +57,14 @@ def test_worst_case_leaves_out_own_budgets_and_other_code():
     assert list(results.worst_cases([pgd, attack("mine", [True], own_eps=False)]))
 
 
+def test_worst_case_does_not_depend_on_row_order():
+    first = [attack("pgd", [True]), attack("apgd", [True])]
+    second = [attack("apgd", [True], model="b"), attack("pgd", [True], model="b")]
+    table = results.rows_table([*first, *second])
+    line, = (line for line in table.splitlines() if "| worst" in line)
+    assert "of=apgd,pgd, top1" in line and line.count("100.00") == 2
+
+
 @pytest.mark.parametrize("change", [dict(classes=100), dict(size=32), dict(data="cifar10")])
 def test_mce_needs_imagenet_at_full_size(change):
     rows = [row(name="corruptions", data="imagenet", size=224, classes=1000, top1=[40.0] * 5,
@@ -62,6 +80,37 @@ def test_settings_are_printed_as_they_are():
     assert text == "mine share=0.2 alpha=0.00196078431372549 eps=2/255 lr=0.1"
     assert results.measure_text("a", dict(eps=0.0313725)) != results.measure_text(
         "a", dict(eps=8 / 255))
+
+
+def test_numbers_that_are_not_finite_are_shown(tmp_path):
+    """JSON has no such numbers, so they are texts in the file."""
+    path = tmp_path / "results.jsonl"
+    settings = dict(radius=math.inf)
+    common.append_row(path, row(settings=settings, top1=[math.inf, 1.0], loss=-math.inf))
+    common.append_row(path, row(name="fog", top1=math.nan))
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    stored = [json.loads(line, parse_constant=no_constant)
+              for line in path.read_text().splitlines()]
+    assert stored[0]["top1"] == ["inf", 1.0] and stored[0]["loss"] == "-inf"
+    table = results.rows_table(results.read_rows(path))
+    assert "| clean radius=inf, top1 | 4      | inf " in table and "| nan " in table
+    assert results.measure_text("mine", dict(eps=math.inf)) == "mine eps=inf"
+
+
+def test_kinds_name_encoder_decoder_and_mu():
+    pap = dict(n_iter=2)
+    fan = FANConfig(attn="rpc", pap=pap)
+    same, other = SegmenterConfig(attn="rpc", pap=pap), SegmenterConfig(
+        attn="rpc", pap=pap, architecture="fan", decoder_attn="softmax")
+    assert results.kind_of(fan) == "fan rpc 2iter/layer0"
+    assert results.kind_of(same) == "rpc 2iter/layer0"
+    assert results.kind_of(other) == "fan rpc 2iter/layer0, decoder softmax"
+    for mu_over, text in (("seen", ""), ("token", ", mu_over token")):
+        config = LMConfig(9, attn="rpc", rpc_layers=(0,), pap=pap | dict(mu_over=mu_over))
+        assert results.kind_of(config) == "rpc 2iter/layer0" + text
 
 
 def test_cw_prints_its_distance():
@@ -187,6 +236,45 @@ def test_eval_only_rows_get_both_tables(tmp_path):
     assert "clean, mean IoU" in results.rows_table(rows)
     half = half_width([40.0, 44.0])
     assert cells(rows, "clean, mean IoU") == ["8", f"42.00 ± {half:.2f}, n 2"]
+
+
+def eval_only_rows(script, weights, words, folder):
+    """Return the rows of --eval_only on shipped weights, as if few scenes trained them."""
+    checkpoint = common.load(ROOT / weights)
+    checkpoint["args"]["num_images"] = 40
+    common.save(folder / "net.pt", checkpoint)
+    call(script.main, ["--device", "cpu", "--eval_only", folder / "net.pt", *words])
+    return results.read_rows(folder)
+
+
+def test_masks_of_other_images_are_another_row(tmp_path, monkeypatch):
+    load = train_seg.load_test_images
+
+    def changed_images(args, checkpoint):
+        test, data, data_dir = load(args, checkpoint)
+        test.images[0] += 1
+        return test, data, data_dir
+
+    words = ["--limit", 2, "--severities"]
+    eval_only_rows(train_seg, "weights/seg_shapes_rpc.pt", words, tmp_path)
+    monkeypatch.setattr(train_seg, "load_test_images", changed_images)
+    first, second = eval_only_rows(train_seg, "weights/seg_shapes_rpc.pt", words, tmp_path)
+    assert first["images"] == second["images"] == 2 and first["code"] == results.code_hash()
+    table = results.rows_table([first, second])
+    for one in (first, second):
+        assert f"mean IoU, data {one['fingerprint']} " in table
+
+
+def test_perplexity_of_another_text_is_another_row(tmp_path):
+    for name, text in (("a.txt", "a list of names "), ("b.txt", "the name of a list ")):
+        file = Path(tmp_path, name)
+        file.write_text(20 * text)
+        rows = eval_only_rows(train_lm, "weights/pydoc_rpc.pt",
+                              ["--limit", 80, "--data_dir", file], tmp_path)
+    first, second = rows
+    assert first["images"] == second["images"] == 80 and first["code"] == results.code_hash()
+    assert first["fingerprint"] != second["fingerprint"]
+    assert results.row_key(first) != results.row_key(second)
 
 
 def test_stored_rows_of_the_studies_stay_readable():
