@@ -353,33 +353,26 @@ def by_images(cells):
 
     Groups of one measure are neighbours.
     """
-    texts = list(dict.fromkeys(cell.text for cell in cells))
-
-    def sort_key(cell):
-        return texts.index(cell.text)
-
+    by_measure = {}                                       # {measure: its cells}
+    for cell in cells:
+        by_measure.setdefault(cell.text, []).append(cell)
     groups = {}
-    for cell in sorted(cells, key=sort_key):
-        key = (cell.text, cell.images, cell.fingerprint)
-        groups.setdefault(key, []).append(cell)
+    for text, own_cells in by_measure.items():
+        for cell in own_cells:
+            groups.setdefault((text, cell.images, cell.fingerprint), []).append(cell)
     return groups
 
 
-def column_titles(networks):
-    """Return the titles of the networks' columns. networks: one row of each network."""
-    names = Counter(row["model"] for row in networks)
+def rows_table(rows):
+    """Return rows as a Markdown table: one line per measure, one column per network."""
+    networks = {network_key(row): row for row in rows}
+    names = Counter(row["model"] for row in networks.values())
     titles = []
-    for row in networks:
+    for row in networks.values():
         title = row["model"]
-        if names[title] > 1:
+        if names[title] > 1:                              # networks with the same name
             title += f", {row['checkpoint']}"
         titles.append(title)
-    return titles
-
-
-def rows_table(rows):
-    """Return rows as a Markdown table: one line per measure, one column per model."""
-    networks = {network_key(row): row for row in rows}
     groups = by_images(all_cells(rows))
     counts = Counter((text, images) for text, images, _ in groups)
     body = []
@@ -399,7 +392,6 @@ def rows_table(rows):
         for name, numbers in lines.items():
             columns = [numbers.get(network, "") for network in networks]
             body.append([name, images, *columns])
-    titles = column_titles(networks.values())
     return common.table(body, ["measure, in per cent", "images", *titles])
 
 
