@@ -877,6 +877,7 @@ def main():
         for key, model in model_of.items():
             if key not in finished:
                 row = model.about | about | origin
+                # Without PAP, an adaptive attack repeats the plain attack, whose row may be finished.
                 plain = PLAIN.get(measure.name)           # None: the attack is not adaptive
                 same = finished.get(row_key(row | dict(name=plain)))
                 if same and not pap_steps(model.net, model.images):
