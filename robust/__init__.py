@@ -46,7 +46,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     "worst", under every attack.
     """
     if not len(images):
-        raise ValueError("there are no images, expected 1 or more")
+        raise ValueError("images is empty, expected 1 image or more")
     check_inputs(model, images)
     if labels.shape != images.shape[:1]:
         raise ValueError(f"labels are {tuple(labels.shape)}, expected ({len(images)},)")

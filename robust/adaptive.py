@@ -159,7 +159,7 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     The surrogates have the model's outputs. Returns the first result that fools the model, else the
     result with the smallest margin.
     """
-    # This call gets eps as it is, so that its images are those of `pgd`, bit for bit.
+    # This call gets eps as it is, so that the result equals the result of `pgd` bit for bit.
     adv = pgd(model, images, labels, eps, index=index, **settings)
     eps, index = per_image(images, eps, index)
     surrogates = all_surrogates(model, images).same_outputs

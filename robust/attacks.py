@@ -262,7 +262,7 @@ def noise(model, images, labels, eps, *, clip=True, seed=0, index=None):
     """Add uniform noise: x + U(-eps, eps). It does not look at the model."""
     check_inputs(model, images, eps, clip)
     eps, index = per_image(images, eps, index)
-    # The 0 is a part of the key. Without it, the numbers would differ from those of stored rows.
+    # The 0 is a part of the key. Without it, other numbers are drawn than for the stored rows.
     moved = images + eps * noise_like(images, index, seed, NOISE, 0)
     return moved.clamp(*bounds(images, eps, clip))
 

@@ -96,7 +96,7 @@ def test_evaluate_rejects_networks_that_do_not_repeat():
 
 def test_evaluate_rejects_wrong_labels_and_train_mode():
     model, images, labels = trained_network(4)
-    with pytest.raises(ValueError, match="no images, expected 1 or more"):
+    with pytest.raises(ValueError, match="images is empty, expected 1 image"):
         evaluate(model, images[:0], labels[:0], {})
     for wrong in (labels + 20, labels[:, None], torch.nn.functional.one_hot(labels, 10)):
         with pytest.raises(ValueError, match="labels are"):
