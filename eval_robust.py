@@ -308,7 +308,8 @@ def load_model(path, device):
     net, images, logits = checked_network(net, net.config.image_size, device)
     # A row has only the settings that are not ViTConfig's defaults, so that a new setting does not
     # change the rows of older networks.
-    usual = vars(ViTConfig()) | ViTConfig().pap
+    default = ViTConfig()
+    usual = vars(default) | default.pap
     settings = vars(net.config) | net.config.pap
     config = {name: value for name, value in settings.items()
               if name != "pap" and value != usual.get(name)}
