@@ -120,7 +120,7 @@ def soft_threshold(x, tau):
 
 
 def check_steps(n_iter, lambd):
-    """Raise ValueError unless n_iter >= 1 and lambd >= 0. lambd: a float or a tensor."""
+    """Raise ValueError unless n_iter >= 1 and lambd >= 0. A tensor lambd is not checked."""
     if n_iter < 1:
         raise ValueError(f"n_iter={n_iter}, expected at least 1")
     if not torch.is_tensor(lambd) and not lambd >= 0:                   # "not >=" rejects NaN, too
@@ -139,8 +139,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
-    # 1 per token, (B, 1, N, 1). Computed from per_token, because an ONNX export would give
-    # ones_like a fixed size.
+    # All ones, (B, 1, N, 1), because no norm is negative. An ONNX export would give ones_like a
+    # fixed size.
     kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
         kept = kept * keep[:, None, :, None]                            # 0 for padding tokens
@@ -173,7 +173,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step. K2, Q2: the keys and queries of
-    the attention in line 4 of Algorithm 1.
+    the attention in line 4 of Algorithm 1. With dropout, the last L has it, too.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
     The steps run in float32, or in float64 if k is float64.
@@ -198,67 +198,73 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     # Each step splits the keys. S takes the part of K - L + Z above tau, and L is the attention
     # output for the rest. Z sums the errors K - L - S and enters the next step.
     L = Z = 0.0                                 # Alg. 1, line 1: L = Y = 0
-    for _ in range(n_iter):                     # Alg. 1, line 2
+    for step in range(1, n_iter + 1):           # Alg. 1, line 2
         S = shrink(K - L + Z, tau)              # Alg. 1, line 3: S = S_tau(K - L + Y/mu)
         rest = K - S                            # Eq. 14: L + S = K, so L should become K - S
         K2 = rest + dual_sign * Z               # K - S - Y/mu (or +), the keys of line 4
         Q2 = K2 if q is None else q             # App. E.9: softmax(Q, K2)
-        L = softmax_attention(Q2, K2, v, causal=causal, keep=keep).to(K.dtype)  # Alg. 1, line 4
+        p = dropout_p if step == n_iter else 0.0
+        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=p, keep=keep)  # Alg. 1, line 4
+        L = L.to(K.dtype)
         Z = rest + Z - L                        # Alg. 1, line 5, divided by mu: Z + (K - S) - L
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
-    if dropout_p:                   # line 4 of the last step again, with dropout; not traced
-        L = softmax_attention(Q2, K2, v, causal=causal, dropout_p=dropout_p, keep=keep)
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
 
 
 # --- RPCA: robust PCA in the layer ----------------------------------------------------------------
 
-class SpectralShrinkage(torch.autograd.Function):
-    """Compute M = U diag(1 - tau / max(s, tau)) U^T from G = U diag(s^2) U^T.
-
-    If G = X^T X, then X M is X with each singular value s replaced by max(s - tau, 0). No singular
-    value decomposition of the (N, D) matrix X is needed. G, M: (..., D, D). tau > 0: (..., 1, 1).
-    """
+class ShrinkSingularValues(torch.autograd.Function):
+    """Compute X M, where M = U diag(1 - tau / max(s, tau)) U^T and X^T X = U diag(s^2) U^T."""
 
     @staticmethod
-    def forward(ctx, G, tau):
-        eigenvalues, U = torch.linalg.eigh(G)
+    def forward(ctx, X, tau):
+        eigenvalues, U = torch.linalg.eigh(X.mT @ X)
         s = eigenvalues.clamp_min(0).sqrt()                             # (..., D)
         tau = tau[..., 0]                                               # (..., 1)
         top = torch.maximum(s, tau)
-        ctx.save_for_backward(U, s, top, tau)
         factors = 1 - tau / top                                         # 0 where s <= tau
-        return (U * factors[..., None, :]) @ U.mT
+        M = (U * factors[..., None, :]) @ U.mT                          # (..., D, D)
+        ctx.save_for_backward(X.contiguous(), M, U, s, top, tau)
+        return X @ M
 
     @staticmethod
-    def backward(ctx, dM):
-        """Return the gradients of G and tau.
+    def backward(ctx, dXM):
+        """Return the gradients of X and tau.
 
-        M changes by U (P * (U^T dG U)) U^T. P_ij is the divided difference of f(e) = 1 - tau /
-        max(sqrt(e), tau) between the eigenvalues e_i and e_j: (f_i - f_j) / (e_i - e_j), or the
-        derivative of f if e_i = e_j. With s = sqrt(e) and top = max(s, tau), this is
+        M changes by U (P * (U^T dG U)) U^T if G = X^T X changes by dG. P_ij is the divided
+        difference of f(e) = 1 - tau / max(sqrt(e), tau) between the eigenvalues e_i and e_j:
+        (f_i - f_j) / (e_i - e_j), or the derivative of f if e_i = e_j. With s = sqrt(e) and
+        top = max(s, tau), this is
         P_ij = tau slope_ij / (top_i top_j (s_i + s_j)), slope_ij = (top_i - top_j) / (s_i - s_j).
         """
-        U, s, top, tau = ctx.saved_tensors
+        X, M, U, s, top, tau = ctx.saved_tensors
         above = (s > tau).to(s)
-        s_i, s_j = s[..., :, None], s[..., None, :]
-        top_i, top_j = top[..., :, None], top[..., None, :]
+        s_i = s[..., :, None]
+        s_j = s[..., None, :]
+        top_i = top[..., :, None]
+        top_j = top[..., None, :]
         equal = s_i == s_j
         slope = (top_i - top_j) / (s_i - s_j).masked_fill(equal, 1)
         slope = torch.where(equal, above[..., None], slope)             # d top / d s
         total = (s_i + s_j).clamp_min(1e-30)                            # two zeros: P is 0
         P = tau[..., None] * slope / (top_i * top_j * total)
-        turned = U.mT @ dM @ U
-        dG = U @ (P * turned) @ U.mT
+        # An attack may call this inside autocast, whose bf16 products are too coarse here.
+        with torch.autocast(X.device.type, enabled=False):
+            turned = U.mT @ (X.mT @ dXM) @ U                            # U^T dM U
+            dG = U @ (P * turned) @ U.mT
+            dX = dXM @ M.mT + X @ dG + (dG @ X.mT).mT               # X is in X M once, in G twice
         df_dtau = -above / top                                          # f = 1 - tau / s, or 0
         dtau = (turned.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
-        return dG, dtau[..., None, None]
+        return dX, dtau[..., None, None]
 
 
 def shrink_singular_values(X, tau):
-    """Replace each singular value s of X (..., N, D) by max(s - tau, 0). tau > 0: (..., 1, 1)."""
-    return X @ SpectralShrinkage.apply(X.mT @ X, tau)
+    """Replace each singular value s of X (..., N, D) by max(s - tau, 0). tau > 0: (..., 1, 1).
+
+    No singular value decomposition of X is needed, only the eigenvalues of X^T X, (D, D).
+    """
+    return ShrinkSingularValues.apply(X, tau)
 
 
 def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
@@ -302,7 +308,7 @@ def rpca_attention(k, v, n_iter=4, lambd=1.0, *, constant_s=False, dropout_p=0.0
     if causal or keep is not None:
         raise ValueError("rpca_attention has no causal mask and no padding mask: robust PCA "
                          "computes S of each token from the keys of all tokens")
-    steps = []
+    steps = None if trace is None else []
     keys = k.detach() if constant_s else k
     S = robust_pca(keys, n_iter, lambd, trace=steps)
     if trace is not None:
@@ -354,8 +360,9 @@ class Attention(NamedTuple):
 
     own_queries: True if the layer projects queries, False if the keys are the queries (q is k).
     function: function(q, k, v, layer) returns h; q, k, v and h are (B, H, N, D). layer is the
-        SelfAttention that calls the function; layer.attn_kwargs contains causal and dropout_p. An
-        attention with parameters is an nn.Module class, which is built as Class(layer).
+        SelfAttention that calls the function; layer.attn_kwargs contains causal and dropout_p.
+        For an attention with parameters, this field is an nn.Module class instead. Each layer
+        builds Class(layer), and calls this module with the same arguments.
     settings: defaults of layer.pap, the settings of --n_iter, --lambd and --form.
     """
     own_queries: bool
@@ -382,9 +389,9 @@ def attend_rpc_asym(q, k, v, layer):
 
 
 def attend_rpca(q, k, v, layer):
-    """Train with a constant S, which is faster; in eval mode attacks follow the true gradient."""
+    """Call rpca_attention. S is constant in training, which is faster; else its gradient is true."""
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
-    for name in ("n_iter", "lambd", "constant_s", "trace"):     # not the settings of PAP's form
+    for name in ("n_iter", "lambd", "constant_s", "trace"):     # rpca_attention has no others
         if name in layer.pap:
             settings[name] = layer.pap[name]
     return rpca_attention(k, v, **settings)
@@ -399,8 +406,9 @@ ATTENTIONS = {
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). So --attn rpc is a
-# pattern, while ATTENTIONS["rpc"] is the attention of one layer.
+# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). Some names are in
+# ATTENTIONS, too: with --attn rpc, the layers in rpc_layers have the attention "rpc", and all other
+# layers have "symmetric".
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
@@ -429,6 +437,7 @@ class SelfAttention(nn.Module):
     dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`.
     pap: a dict of settings of `rpc_attention`. Its keys are n_iter, lambd, mu_over and form, a name
     in `FORMS`. The keys threshold, mu_dim and dual_sign replace single settings of the form.
+    attn="rpca" uses only n_iter and lambd, as settings of `rpca_attention`.
     num_tokens: N, for attentions with parameters per token.
     causal: token t attends to tokens 0 to t only.
     attn_drop, proj_drop: dropout rates on A and on the output.
@@ -449,7 +458,7 @@ class SelfAttention(nn.Module):
         self.pap = FORMS[form] | settings                               # keywords of rpc_attention
 
         self.learned = None
-        if isinstance(entry.function, type):                            # an nn.Module class
+        if isinstance(entry.function, type):        # a class, so an attention with parameters
             self.learned = entry.function(self)
         self.num_proj = 3 if entry.own_queries else 2                   # q, k, v or k, v
         self.make_projections(dim, qkv_bias)
@@ -535,9 +544,12 @@ def layer_inputs(model, inputs, forward=None):
 
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     hooks = [layer.register_forward_pre_hook(remember) for layer in layers]
-    (forward or model)(inputs)
-    for hook in hooks:
-        hook.remove()
+    call = forward or model
+    try:
+        call(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return inputs_of_layers
 
 
@@ -563,4 +575,5 @@ def key_statistics(model, inputs, forward=None):
 
 
 def rounded_mean(x):
+    """Return the mean of x, rounded to 4 digits after the point."""
     return round(x.mean().item(), 4)

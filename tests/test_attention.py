@@ -186,7 +186,7 @@ def test_dropout_acts_in_the_last_step_only(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention",
                         lambda *a, dropout_p=0.0, **k: rates.append(dropout_p) or sdpa(*a, **k))
     rpc_attention(*qkv()[1:], n_iter=3, dropout_p=0.3)
-    assert rates == [0.0, 0.0, 0.0, 0.3]                       # the last step runs twice
+    assert rates == [0.0, 0.0, 0.3]
 
 
 @every_kind
@@ -207,6 +207,13 @@ def test_trace_and_key_statistics_equal_the_forward_pass(kind):
         assert stats["nonzero_S"][1] == pytest.approx(nonzero(trace).tolist(), abs=1e-4)
     else:
         assert trace == []
+
+
+def test_a_failed_forward_pass_leaves_no_hooks():
+    m = layer("rpc")
+    with pytest.raises(RuntimeError):
+        layer_inputs(m, torch.zeros(2, 10, 5).double())         # another width
+    assert not m._forward_pre_hooks
 
 
 def test_every_pap_changes_every_layer_of_one_model(monkeypatch):
@@ -328,6 +335,19 @@ def test_autocast_does_not_change_robust_pca():
     with torch.autocast("cpu", torch.bfloat16):
         S = robust_pca(k)
     assert torch.equal(S, robust_pca(k))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_does_not_change_robust_pcas_gradient(compiled):
+    """An attack in training computes its gradient inside autocast. torch.compile traces the
+    backward pass under the autocast of the forward pass."""
+    k, _ = corrupted_keys()
+    k = k.float().requires_grad_()
+    split = torch.compile(robust_pca, backend="aot_eager") if compiled else robust_pca
+    true, = torch.autograd.grad(robust_pca(k).sum(), k)
+    with torch.autocast("cpu", torch.bfloat16):
+        gradient, = torch.autograd.grad(split(k).sum(), k)
+    assert torch.equal(gradient, true)
 
 
 def test_change_that_reaches_no_layer_is_an_error():
