@@ -389,7 +389,10 @@ def attend_rpc_asym(q, k, v, layer):
 
 
 def attend_rpca(q, k, v, layer):
-    """Call rpca_attention. S is constant in training, which is faster; else its gradient is true."""
+    """Call rpca_attention. In training S is constant, which is faster.
+
+    In eval mode S has its true gradient, for attacks.
+    """
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
     for name in ("n_iter", "lambd", "constant_s", "trace"):     # rpca_attention has no others
         if name in layer.pap:

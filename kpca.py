@@ -195,18 +195,18 @@ def log_phi2(q, k):
     return q.double().square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
 
 
-def projection_loss(log_phi2, h):
+def projection_loss(log_norm, h):
     """Return J and its terms, means over tokens, (...) each, capped at e^700.
 
-    log_phi2: (..., M). h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means of |phi(q)|^2 and
+    log_norm: (..., M), from `log_phi2`. h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means of |phi(q)|^2 and
     |h|^2 and their difference; above, the share of tokens with |h|^2 > |phi(q)|^2; rel_phi and
     rel_h, |J| / phi2 and |J| / h2.
     """
-    phi2 = log_phi2.clamp(max=700).exp()                                    # (..., M)
+    phi2 = log_norm.clamp(max=700).exp()                                    # (..., M)
     h2 = h.square().sum(-1)                                                 # (..., M)
     mean_phi2 = phi2.mean(-1)
     mean_h2 = h2.mean(-1)
-    log_mean = log_phi2.logsumexp(-1) - math.log(log_phi2.shape[-1])
+    log_mean = log_norm.logsumexp(-1) - math.log(log_norm.shape[-1])
     ratio = (mean_h2.log() - log_mean).clamp(-700, 700).exp()
     return {
         "J": mean_phi2 - mean_h2,
@@ -219,14 +219,17 @@ def projection_loss(log_phi2, h):
 
 
 def a_hat(v, log_g, scaled=False):
-    """Recover a from values v = (a - mean(a)) / g, up to a factor, (..., N, Dv): section 2.2.2.
+    """Recover a from values v, up to a factor, (..., N, Dv): section 2.2.2. log_g: (..., N).
 
-    An exact a exists only if sum_j g_j v_j = 0, because I - 1_N is singular. For other values, a is
-    g v times the pseudo-inverse of I - 1_N, which is I - 1_N itself. log_g: (..., N). scaled: the
-    values are v = a / g, those of Scaled Attention.
+    scaled=False: v = (a - mean(a)) / g, as in Theorem 1. An exact a exists only if
+    sum_j g_j v_j = 0, because I - 1_N is singular. For other values, the result is g v times the
+    pseudo-inverse of I - 1_N, which is I - 1_N itself.
+    scaled=True: v = a / g, the values of Scaled Attention. The result is g v.
     """
-    a = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v         # g v
-    return a if scaled else a - a.mean(-2, keepdim=True)
+    gv = (log_g - log_g.amax(-1, keepdim=True)).exp()[..., None] * v
+    if scaled:
+        return gv
+    return gv - gv.mean(-2, keepdim=True)
 
 
 def basis(W):
@@ -266,9 +269,11 @@ def pcp(M, tol=1e-7, max_iter=None):
     1/mu, and -Y/mu, not +Y/mu; as printed, it diverges.
     tol: the steps end when |M - L - S| and the change of S are at most tol |M|. The first condition
     alone is not enough: with one gross error in M, the sum is right long before the parts are.
-    max_iter: return the parts after this many steps at the latest. The default is no limit, but a
-    ValueError after 10,000 steps.
+    max_iter: return the parts after this many steps at the latest, 1 or more. The default is no
+    limit, but a ValueError after 10,000 steps.
     """
+    if max_iter is not None and max_iter < 1:
+        raise ValueError(f"max_iter={max_iter}, expected at least 1")
     M = M.double()
     N, D = M.shape
     lambd = 1 / math.sqrt(max(N, D))
@@ -366,4 +371,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    common.run(main)

@@ -83,6 +83,8 @@ def test_pcp_that_does_not_stop_is_an_error():
     with pytest.raises(ValueError, match="still change after 10,000 steps"):
         pcp(M, tol=0)
     pcp(M, tol=0, max_iter=3)                           # three steps are what the caller wants
+    with pytest.raises(ValueError, match="max_iter=0, expected at least 1"):
+        pcp(M, max_iter=0)
 
 
 def test_float32_vectors_give_float64_results():
