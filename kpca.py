@@ -198,9 +198,9 @@ def log_phi2(q, k):
 def projection_loss(log_norm, h):
     """Return J and its terms, means over tokens, (...) each, capped at e^700.
 
-    log_norm: (..., M), from `log_phi2`. h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means of |phi(q)|^2 and
-    |h|^2 and their difference; above, the share of tokens with |h|^2 > |phi(q)|^2; rel_phi and
-    rel_h, |J| / phi2 and |J| / h2.
+    log_norm: (..., M), from `log_phi2`. h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means
+    of |phi(q)|^2 and |h|^2 and their difference; above, the share of tokens with |h|^2 >
+    |phi(q)|^2; rel_phi and rel_h, |J| / phi2 and |J| / h2.
     """
     phi2 = log_norm.clamp(max=700).exp()                                    # (..., M)
     h2 = h.square().sum(-1)                                                 # (..., M)

@@ -17,6 +17,7 @@ whether your training used the image. For a Segmenter and one image, look.py dra
 
 import csv
 from pathlib import Path
+from typing import NamedTuple
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
@@ -32,7 +33,9 @@ from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
 from vit import classifier_from_checkpoint
 
-SIDE, MARGIN, LINE = 160, 8, 22             # pixels: side of a map, space between, line of text
+SIDE = 160                                  # pixels: side of a map
+MARGIN = 8                                  # pixels between maps
+LINE = 22                                   # pixels: height of a line of text
 SCENE = 35                                  # the test scene without --image and --scene
 FONT = ImageFont.load_default(size=16)
 FRAME = "#35d0ff"                           # around corrupted patches, as in the lecture
@@ -69,7 +72,9 @@ def to_picture(image):
 def draw_map(x, largest):
     """Draw one number per patch, (P,), as a Pillow image. Black is 0, light yellow is `largest`."""
     side = round(len(x) ** 0.5)
-    share = (x / largest).nan_to_num(0).clamp(0, 1)     # 0 / 0, an empty map, becomes 0
+    if largest == 0:                                    # all numbers are 0
+        largest = 1
+    share = (x / largest).clamp(0, 1)
     place = share * (len(MAGMA) - 1)                    # between the colours `low` and low + 1
     low = place.long().clamp(max=len(MAGMA) - 2)
     colours = torch.lerp(MAGMA[low], MAGMA[low + 1], (place - low)[:, None])
@@ -129,7 +134,7 @@ def draw_sheet(rows, notes, hit):
     return page
 
 
-def patch_attention(attn, x, steps, num_patches):
+def patch_attention(attn, x, steps, has_class_token):
     """Return the attention that each patch gets, mean over heads: (P,).
 
     It is the attention of the class token, token 0. The blocks of a FAN have no class token, so
@@ -141,10 +146,11 @@ def patch_attention(attn, x, steps, num_patches):
     if steps:
         q = steps[-1]["Q2"]
         k = steps[-1]["K2"]
-    if x.shape[1] > num_patches:
-        q = q[:, :, :1]                                             # the class token
+    if has_class_token:
+        q = q[:, :, :1]
     scores = q[0] @ k[0].mT / q.shape[-1] ** 0.5                    # (H, 1 or N, N)
-    return scores.softmax(-1).mean((0, 1))[-num_patches:]
+    attention = scores.softmax(-1).mean((0, 1))                     # (N,)
+    return attention[1:] if has_class_token else attention
 
 
 def likeliest(model, images, classes, n):
@@ -155,44 +161,48 @@ def likeliest(model, images, classes, n):
     return ", ".join(f"{classes[k]} {100 * p:.1f} %" for p, k in pairs)
 
 
-def look_at_classifier(model, classes, image, noise, crop):
-    """Print the likeliest classes and the size of S; return a picture of attention and S."""
-    size = model.config.image_size
-    patch = model.config.patch_size
-    clean = central_square(image, size, crop)[None] / 255                      # (1, 3, S, S)
-    images, hit = corrupt_patches(clean, "noise", patch, n=noise)
-    hit = hit[0]                                                        # (P,)
-    if noise:
-        print(f"{noise} of {len(hit)} patches are noise")
-        print(f"answer without noise  {likeliest(model, clean, classes, 1)}")
-    print(f"answer                {likeliest(model, images, classes, 3)}")
-    names = ", ".join(classes[:12])
-    if len(classes) > 12:
-        names += ", ..."
-    print(f"The network can answer one of {len(classes)} classes: {names}.")
+class LayerMaps(NamedTuple):
+    """The maps of a layer for one image."""
+    attention: torch.Tensor             # (P,), the attention that each patch gets
+    S: list                             # per step: (P,), the mean |S| of a patch; 1 is the mean
+    filled: list                        # per step: percentage of the entries of S that are not 0
 
-    rows = [[(likeliest(model, images, classes, 1), to_picture(images[0]))]]
-    table = []
-    verdicts = []
-    for i, (attn, x) in enumerate(layer_inputs(model, images)):
+
+def measure_layers(model, images, has_class_token):
+    """Return the LayerMaps of every layer for the first image."""
+    layers = []
+    for attn, x in layer_inputs(model, images):
         steps = attn.trace(x)
-        attention = patch_attention(attn, x, steps, len(hit))
-        rows[0].append((f"layer {i}: {100 * attention.sum():.0f} %",
-                        draw_map(attention, attention.max())))
-        if steps:
-            rows.append([])
-        for n, step in enumerate(steps, 1):
-            S = step["S"].abs().sum((1, 3))[0, -len(hit):]              # per patch: (P,)
-            S = S / S.mean().clamp_min(1e-12)
-            rows[-1].append((f"layer {i}: |S|, step {n}", draw_map(S, 2)))
-            filled = 100 * (step["S"] != 0).double().mean()
-            on = S[hit].mean().item()
-            off = S[~hit].mean().item()
-            line = [i, n, f"{filled:.0f} %"]
-            if noise:
-                line += [f"{on:.2f}", f"{off:.2f}"]
-            table.append(line)
-        if steps and noise and not hit.all():                           # after the last step
+        layer = LayerMaps(patch_attention(attn, x, steps, has_class_token), [], [])
+        for step in steps:
+            S = step["S"].abs().sum((1, 3))[0]                          # (N,)
+            if has_class_token:
+                S = S[1:]
+            layer.S.append(S / S.mean().clamp_min(1e-12))
+            layer.filled.append(100 * (step["S"] != 0).double().mean())
+        layers.append(layer)
+    return layers
+
+
+def print_sizes(layers, hit):
+    """Print a table of the size of S in each step. hit: (P,) bool, the patches with noise.
+
+    With noise, also print for each layer whether S is larger on the noise after the last step.
+    """
+    header = ["layer", "step", "S is not 0"]
+    if hit.any():
+        header += ["S on noise", "S elsewhere"]
+    rows = []
+    verdicts = []
+    for i, layer in enumerate(layers):
+        for n, (S, filled) in enumerate(zip(layer.S, layer.filled), 1):
+            row = [i, n, f"{filled:.0f} %"]
+            if hit.any():
+                on = S[hit].mean().item()
+                off = S[~hit].mean().item()
+                row += [f"{on:.2f}", f"{off:.2f}"]
+            rows.append(row)
+        if layer.S and hit.any():
             if on > off:
                 word = "larger"
             elif on < off:
@@ -202,22 +212,59 @@ def look_at_classifier(model, classes, image, noise, crop):
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} "
                             f"against {off:.2f} in layer {i}, step {n}; 1 is the mean "
                             "over all patches.")
+    if rows:
+        print(f"\n{common.table(rows, header)}")
+    for verdict in verdicts:
+        print(verdict)
 
-    source = "all patches, mean"                                        # in a FAN
-    if model.config.num_tokens > len(hit):
-        source = "the class token"
+
+def draw_layers(title, image, layers, hit, has_class_token):
+    """Draw the image, the attention of each layer, and a row of maps of S per layer with steps."""
+    first_row = [(title, to_picture(image))]
+    rows = [first_row]
+    for i, layer in enumerate(layers):
+        attention = layer.attention
+        first_row.append((f"layer {i}: {100 * attention.sum():.0f} %",
+                          draw_map(attention, attention.max())))
+        if layer.S:
+            rows.append([(f"layer {i}: |S|, step {n}", draw_map(S, 2))
+                         for n, S in enumerate(layer.S, 1)])
+
+    source = "the class token" if has_class_token else "all patches, mean"
     notes = [f"Top: attention of {source}, each map on its own scale. "
              "%: on the patches."]
-    if table:
-        header = ["layer", "PAP step", "S is not 0"]
-        if noise:
-            header += ["S on noise", "S elsewhere"]
-        print(f"\n{common.table(table, header)}")
+    if len(rows) > 1:
         notes.append("|S| per patch: black is 0, light yellow is twice the mean.")
-    if verdicts:
-        print("\n".join(verdicts))
-        notes.append("Blue frames: patches replaced by noise. S should be large there.")
+        if hit.any():
+            notes.append("Blue frames: patches replaced by noise. S should be large there.")
     return draw_sheet(rows, notes, hit)
+
+
+def look_at_classifier(model, classes, image, noise, crop):
+    """Print the likeliest classes and the size of S; return a picture of attention and S."""
+    c = model.config
+    num_patches = (c.image_size // c.patch_size) ** 2
+    has_class_token = c.num_tokens > num_patches                        # a FAN has none
+    if noise >= num_patches:
+        raise InputError(f"--noise {noise}: the image has {num_patches} patches; expected "
+                         f"fewer patches with noise, 0 to {num_patches - 1}")
+    clean = central_square(image, c.image_size, crop)[None] / 255       # (1, 3, S, S)
+    images, hit = corrupt_patches(clean, "noise", c.patch_size, n=noise)
+    hit = hit[0]                                                        # (P,)
+    layers = measure_layers(model, images, has_class_token)
+
+    if noise:
+        print(f"{noise} of {num_patches} patches are noise")
+        print(f"answer without noise  {likeliest(model, clean, classes, 1)}")
+    print(f"answer                {likeliest(model, images, classes, 3)}")
+    names = ", ".join(classes[:12])
+    if len(classes) > 12:
+        names += ", ..."
+    print(f"The network can answer one of {len(classes)} classes: {names}.")
+    print_sizes(layers, hit)
+
+    title = likeliest(model, images, classes, 1)
+    return draw_layers(title, images[0], layers, hit, has_class_token)
 
 
 def look_at_segmenter(model, classes, image):
@@ -278,11 +325,11 @@ def classify_folder(model, classes, folder, crop, seen, out):
     print(f"written: {out}")
 
 
-def main():
-    args = get_args()
-    checkpoint = common.load(args.ckpt)
-    task = checkpoint.get("task")
-    folder = args.image is not None and Path(args.image).is_dir()
+def check_flags(args, task, folder):
+    """Raise InputError for a checkpoint without pictures, and for flags that would do nothing.
+
+    task: of the checkpoint. folder: whether --image is a folder.
+    """
     if task not in ("classification", "segmentation"):
         raise InputError(f"--ckpt {args.ckpt}: expected a checkpoint of train_cls.py or "
                          f"train_seg.py")
@@ -295,7 +342,15 @@ def main():
         common.reject_flags({"noise"}, "with a folder")
     if args.image and args.scene is not None:
         common.reject_flags({"scene"}, "with --image")
-    seen = set(checkpoint["seen"])
+
+
+def main():
+    args = get_args()
+    checkpoint = common.load(args.ckpt)
+    task = checkpoint.get("task")
+    folder = args.image is not None and Path(args.image).is_dir()
+    check_flags(args, task, folder)
+    seen = set(checkpoint.get("seen", []))              # earlier versions have no "seen"
     classes = checkpoint["classes"]
     trained = checkpoint["args"].get("data")
     crop = 1.0

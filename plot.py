@@ -27,7 +27,7 @@ def training_curves(rows):
                 points.append((name, "evaluation", value))
         for layer, shares in row.get("nonzero_S", {}).items():
             for step, share in enumerate(shares, 1):
-                name = f"layer {layer}, PAP step {step}"
+                name = f"layer {layer}, step {step}"
                 points.append(("share of nonzero S", name, share))
         for panel, name, value in points:
             panel_curves = curves.setdefault(panel, {})
@@ -48,8 +48,8 @@ def clean_accuracy(row, clean):
     return 100 * right.double().mean().item()
 
 
-def unit_of_budgets(row):
-    """Return the unit of the x axis in words, and the value on this axis for eps = 1."""
+def budget_axis(row):
+    """Return the text of the x axis, and the factor that turns eps into a number on this axis."""
     if row["settings"].get("conditions") == "paper":
         return "eps in 1/255 of the normalised pixels", 255
     if row["name"] == "sld":
@@ -78,7 +78,7 @@ def budget_curves(rows):
         if has_shared_budget(row):
             settings = dict(row["settings"])
             settings.pop("eps")
-            unit, _ = unit_of_budgets(row)
+            unit, _ = budget_axis(row)
             panel = panels.setdefault((measure_text(row["name"], settings), unit), {})
             key = row_key(row | dict(settings=settings), same_curve)
             panel.setdefault(key, []).append(row)
@@ -94,8 +94,8 @@ def budget_curves(rows):
 
 def curve_points(rows, clean):
     """Return the points of a curve, [(eps, top-1 in %)]. clean: the clean row, None without one."""
-    _, scale = unit_of_budgets(rows[0])
-    points = [(scale * row["settings"]["eps"], row["top1"]) for row in rows]
+    _, factor = budget_axis(rows[0])
+    points = [(factor * row["settings"]["eps"], row["top1"]) for row in rows]
     if clean is not None:
         accuracy = clean_accuracy(rows[0], clean)
         if accuracy is not None:
@@ -122,16 +122,16 @@ def curve_labels(rows):
 def draw_panels(panels, path):
     """Draw {(title, text of the x axis): [(label, [(x, y)])]} and write the figure to path."""
     n = len(panels)
-    most_lines = max(map(len, panels.values()))         # the legend has one line of text for each
-    height = n * (3.9 + 0.25 * most_lines)
+    most_curves = max(map(len, panels.values()))
+    height = n * (3.9 + 0.25 * most_curves)             # the legend has a line of text per curve
     figure = Figure(figsize=(6, height), layout="constrained")
     axes = figure.subplots(n, squeeze=False).flat
-    for ax, ((title, xlabel), lines) in zip(axes, panels.items()):
-        for _, points in lines:
+    for ax, ((title, xlabel), curves) in zip(axes, panels.items()):
+        for _, points in curves:
             x, y = zip(*points)
             ax.plot(x, y, ".-")
         ax.set(title=as_plain_text(title), xlabel=xlabel)
-        labels = [as_plain_text(label) for label, _ in lines]
+        labels = [as_plain_text(label) for label, _ in curves]
         # Explicit lines, because a legend leaves out the labels that begin with an underscore.
         ax.legend(ax.lines, labels, frameon=False, loc="upper center",
                   bbox_to_anchor=(0.5, -0.22))
@@ -146,7 +146,7 @@ def as_plain_text(text):
 
 def main():
     p = common.new_parser(__doc__)
-    p.usage = "%(prog)s folder ..."
+    p.usage = "%(prog)s folder ..."                                 # there are no flags
     p.add_argument("folders", nargs="+", type=Path, help="draw the curves of these folders")
     folders = list(dict.fromkeys(p.parse_args().folders))           # each folder once
 
@@ -160,7 +160,8 @@ def main():
         stored = common.read_log(folder / "results.jsonl")
         stored += common.read_log(folder / "robust" / "results.jsonl")
         stored = [row for row in stored if "top1" in row]
-        if not logged and not budget_curves(stored):
+        attacked = budget_curves(stored)
+        if not logged and not attacked:
             raise common.InputError(f"{folder}: no rows to draw in log.jsonl or results.jsonl; "
                                     "expected the folder of a run or of an evaluation with an "
                                     "attack of several budgets, such as pgd")

@@ -80,6 +80,18 @@ def test_your_own_image_gets_no_noise_unless_asked(run, classifier, tmp_path):
     assert "noise" not in run(*flags) and "3 of 64 patches are noise" in run(*flags, "--noise", 3)
 
 
+def test_earlier_checkpoints_have_no_seen_images(run, classifier, tmp_path):
+    _, path = classifier
+    checkpoint = common.load(path)
+    checkpoint.pop("seen")
+    common.save(path, checkpoint)
+    assert "answer" in run("--ckpt", path, "--out", tmp_path / "look.png")
+
+
+def test_an_empty_map_is_black():
+    assert look.draw_map(torch.zeros(4), torch.tensor(0.0)).getextrema() == ((0, 0), (0, 0), (4, 4))
+
+
 def test_drawn_attention_equals_the_layer():
     torch.manual_seed(0)
     x = torch.randn(1, 17, 16)
@@ -90,9 +102,9 @@ def test_drawn_attention_equals_the_layer():
         one_hot = torch.eye(17)[None, None].expand(1, 2, -1, -1)  # values that show the weights
         keys = steps[-1]["K2"] if steps else k
         A = softmax_attention(q if kind in ("softmax", "rpc_asym") else keys, keys, one_hot)
-        torch.testing.assert_close(look.patch_attention(attn, x, steps, 16), A[0, :, 0, 1:].mean(0),
-                                   msg=kind)
-        in_a_fan = look.patch_attention(attn, x, steps, 17)     # without a class token
+        torch.testing.assert_close(look.patch_attention(attn, x, steps, True),
+                                   A[0, :, 0, 1:].mean(0), msg=kind)
+        in_a_fan = look.patch_attention(attn, x, steps, False)      # without a class token
         torch.testing.assert_close(in_a_fan, A[0].mean((0, 1)), msg=kind)
         v = attn.project(x)[2]
         torch.testing.assert_close(attn.proj((A @ v).transpose(1, 2).flatten(2)), attn(x),
@@ -117,7 +129,7 @@ def test_each_tile_shows_its_own_layer_and_step(run, classifier, tmp_path):
 
     for i, (attn, x) in enumerate(layers):
         steps = attn.trace(x)
-        expected = look.patch_attention(attn, x, steps, 64)
+        expected = look.patch_attention(attn, x, steps, True)
         expected = pixels(look.draw_map(expected, expected.max()))
         assert (tile(0, 1 + i) - expected).abs().max() <= 2
         for n, step in enumerate(steps):
@@ -187,6 +199,7 @@ def test_titles_fit_their_column():
     ("--image lecture --noise 3", "--noise: no effect with"),
     ("--image lecture/pictures/scene.png --scene 3", "--scene: no effect with"),
     ("--ckpt weights/pydoc_rpc.pt", "expected a checkpoint of train_cls.py"),
+    ("--noise 64", "--noise 64: the image has 64 patches; expected fewer"),
     ("--scene -1", "expected 0 or more")])
 def test_flags_without_effect_are_errors(words, expected):
     assert expected in refused(look, words)
