@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from common import InputError, bar, print0
-from data.images import (ImageTree, Split, central_square, choose_part, composed_name,
-                         file_pixels, hash_pixels, image_hashes, list_images, part_folders,
-                         read_image)
+from data.images import (File, ImageTree, Split, central_square, choose_part, class_entries,
+                         file_pixels, files_to_divide, folder_of_test, hash_pixels,
+                         image_hashes, part_folders, read_image, subfolders)
 from data.rng import epoch_order
 from data.shapes import load_shapes
 
@@ -21,12 +22,21 @@ from data.shapes import load_shapes
 # --- loaders --------------------------------------------------------------------------------------
 
 def shapes(part, args):
+    """Render --num_images training scenes, or a fifth as many test scenes."""
     n = args.num_images if part == "train" else max(args.num_images // 5, 1)
     return load_shapes(part, n, args.image_size, device=args.device)
 
 
 def cifar10(part, args):
     """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
+    if not args.data_dir:
+        raise InputError("--data cifar10 needs --data_dir, its folder")
+    if args.image_size != 32:
+        raise InputError(f"--data cifar10 has images of 32 x 32 pixels, but --image_size, or "
+                         f"the image size of the network, is {args.image_size}; expected 32")
+    if args.download and dist.is_initialized() and dist.get_world_size() > 1:
+        raise InputError("--download: all processes would write the same files; download with "
+                         "one process, then start torchrun without --download")
     if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
         from torchvision.datasets import CIFAR10
         dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
@@ -40,6 +50,7 @@ def cifar10(part, args):
 
 
 def imagenet(part, args):
+    """Open ImageNet's folder; its images are decoded when they are needed."""
     return ImageTree(args.data_dir, folder_of(part), args.classes, args.image_size,
                      train=part == "train", seed=args.seed, crop=args.crop)
 
@@ -54,7 +65,8 @@ def folder(part, args):
     classes, files = find_photos(args.data_dir, part)
     size = args.image_size
     seen = set(args.seen)
-    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)      # cut at the end
+    # Memory for all files; the images that are left out leave room at the end.
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
     labels = []
     hashes = []
     unreadable = []
@@ -102,48 +114,54 @@ def print_unreadable(paths, total):
 
 
 def photo_groups(root):
-    """List root/{train,val,test}/<class>/*: {part: {class: paths}}, or root/<class>/*: {"": ...}.
+    """List root/{train,val,test}/<class>/*: {part: [File]}, or root/<class>/*: {"": [File]}.
 
     A folder without class folders is no part.
     """
-    groups = {part: list_images(path) for part, path in part_folders(root).items()}
-    return {part: group for part, group in groups.items() if group}
+    groups = {}
+    for part, folder in part_folders(root).items():
+        files = []
+        for class_name, class_folder in subfolders(folder).items():
+            for entry in class_entries(class_folder):
+                name = os.path.relpath(entry.path, root)
+                files.append(File(entry.path, name, class_name))
+        if files:
+            groups[part] = files
+    return groups
 
 
 def find_photos(root, part):
     """List the images of a part of your own folder: class names, [(path, label)]."""
     groups = photo_groups(root)
-    classes = sorted(set().union(*groups.values()))     # names in any part
+    files = sum(groups.values(), [])
+    classes = sorted({file.class_name for file in files})       # names in any part
     if len(classes) < 2:
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
                          f"expected 2 or more: {root}/<class>/*.jpg, or "
                          f"{root}/train/<class>/*.jpg")
-    to_divide = groups.get("train", groups.get("", {}))         # as in choose_part
-    missing = sorted(set(classes) - set(to_divide))
+    trained = {file.class_name for file in files_to_divide(groups)}
+    missing = [name for name in classes if name not in trained]
     if missing and part != "all":
         names = ", ".join(missing[:5])
         raise InputError(f"--data_dir {root} has no training images of {names}")
-    paths = []
-    for group in groups.values():
-        for images in group.values():
-            paths += images
-            if not any(file_pixels(path) for path in images):
-                place = os.path.dirname(images[0])
-                raise InputError(f"{place}: none of {len(images)} images can be read; replace "
-                                 f"them, or move the folder elsewhere")
+    paths = [file.path for file in files]
+    check_readable(paths)
     if part == "train":                     # print this once: "train" is the first part to load
         unreadable = [path for path in paths if not file_pixels(path)]
         print_unreadable(unreadable, len(paths))
+    chosen = choose_part(groups, part)
+    return classes, [(file.path, classes.index(file.class_name)) for file in chosen]
 
-    def name(path):
-        return os.path.relpath(path, root)
 
-    def content(path):
-        return file_pixels(path) or path                # an unreadable file has no copy
-
-    chosen = choose_part(groups, part, name, content)
-    labels = [classes.index(composed_name(Path(path).parent.name)) for path in chosen]
-    return classes, list(zip(chosen, labels))
+def check_readable(paths):
+    """Raise InputError unless one image or more in every folder can be read."""
+    folders = {}                                                # {folder: paths}
+    for path in paths:
+        folders.setdefault(os.path.dirname(path), []).append(path)
+    for folder, inside in folders.items():
+        if not any(file_pixels(path) for path in inside):
+            raise InputError(f"{folder}: none of {len(inside)} images can be read; replace "
+                             f"them, or move the folder elsewhere")
 
 
 class DataSource(NamedTuple):
@@ -177,18 +195,21 @@ DATASETS = {
 
 # --- load a part ----------------------------------------------------------------------------------
 
+# The flags of load_part that a caller may leave out. The last two are no flags of train_cls.py.
+DEFAULTS = dict(num_images=16000, seed=0, download=False, classes=None, seen=())
+
+
 def load_part(part, flags, device):
     """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
 
-    flags: a dict of flags of train_cls.py; it may also have three settings that are no flags:
-    classes, ImageNet's class names in the order of the labels; seen, `image_hashes` of your own
-    images to leave out; crop, the share of the short side in the evaluation crop.
+    flags: a dict of flags of train_cls.py; DEFAULTS has the flags that may be left out. It may also
+    have three settings that are no flags: classes, ImageNet's class names in the order of the
+    labels; seen, `image_hashes` of your own images to leave out; crop, the share of the short side
+    in the evaluation crop.
     """
     name = flags["data"]
     source = DATASETS[name]
-    settings = dict(num_images=16000, seed=0, download=False, classes=None, seen=(),
-                    crop=source.crop)
-    settings.update(flags)
+    settings = DEFAULTS | dict(crop=source.crop) | flags
     settings["device"] = device
     loaded = source.load(part, Namespace(**settings))
     in_memory = isinstance(loaded, Split)
@@ -216,14 +237,10 @@ def load_data(args, device, seen=()):
     if args.data == "folder":
         trained = set(seen).union(train.hashes)
         val = load_part("val", vars(args) | dict(seen=trained), device)
-        folders = part_folders(args.data_dir)
-        groups = photo_groups(args.data_dir)
-        if "test" in groups:
-            test = folders["test"]
-        elif "val" in groups:
-            test = folders["val"]
-        else:
-            test = "a tenth of each class"
+        test_folder = folder_of_test(photo_groups(args.data_dir))
+        test = "a tenth of each class"
+        if test_folder:
+            test = part_folders(args.data_dir)[test_folder]
         print0(f"test images, which only eval_robust.py uses: {test}")
     elif args.holdout:
         train, val = hold_out(train, args.holdout)

@@ -99,11 +99,6 @@ def file_entries(folder, endings=IMAGE_EXTENSIONS):
     return [entry for entry in named if entry.is_file() or entry.is_symlink()]
 
 
-def list_files(folder, endings=IMAGE_EXTENSIONS):
-    """List the paths of the files directly inside a folder."""
-    return [entry.path for entry in file_entries(folder, endings)]
-
-
 def class_entries(folder):
     """List the images of a class, the files directly inside its folder, as os.DirEntry."""
     images = file_entries(folder)
@@ -124,14 +119,6 @@ def subfolders(root):
     return folders
 
 
-def list_images(root):
-    """List root/<class>/<image>: {class: paths}. InputError if a folder contains no image."""
-    images = {}
-    for name, folder in subfolders(root).items():
-        images[name] = [entry.path for entry in class_entries(folder)]
-    return images
-
-
 def walk_images(folder, visited=None):
     """List the images in a folder and in its subfolders.
 
@@ -144,7 +131,7 @@ def walk_images(folder, visited=None):
     for inside in subfolders(folder).values():
         if os.path.realpath(inside) not in visited:
             inner += walk_images(inside, visited)
-    return list_files(folder) + inner
+    return [entry.path for entry in file_entries(folder)] + inner
 
 
 def part_folders(root):
@@ -184,11 +171,11 @@ def file_pixels(path):
         status = os.stat(path)
     except OSError:                                     # a broken link
         return None
-    return _hash_version(path, status.st_size, status.st_mtime_ns)
+    return hash_file_version(path, status.st_size, status.st_mtime_ns)
 
 
 @cache
-def _hash_version(path, size, time):
+def hash_file_version(path, size, time):
     """Compute `file_pixels` once per version of a file.
 
     size, time: the file's size and modification time. A changed file has other values, so the cache
@@ -200,41 +187,71 @@ def _hash_version(path, size, time):
         return None
 
 
-def choose_part(groups, part, name, content):
-    """Return the files of one part of your own data: "train", "val", "test" or "all".
+class File(NamedTuple):
+    """One of your own images."""
+    path: str
+    name: str                                # orders the files of a class, see choose_part
+    class_name: str = ""                     # images with masks have no class
+    mask_path: str | None = None
 
-    groups: {folder: {class: [file]}}, with the folders of `part_folders`.
+
+def folder_of_test(groups):
+    """Return the folder of the test images: "test", else "val"; None if there is neither.
+
+    groups: see choose_part.
+    """
+    for folder in ("test", "val"):
+        if folder in groups:
+            return folder
+    return None
+
+
+def files_to_divide(groups):
+    """Return the Files in train/, or else in the only folder. groups: see choose_part."""
+    return groups.get("train", groups.get("", []))
+
+
+def choose_part(groups, part):
+    """Return the Files of one part of your own data: "train", "val", "test" or "all".
+
+    groups: {folder: [File]}, with the folders of `part_folders`.
     "test": the folder test/, else val/, else a tenth of the files to divide.
     "val": the folder val/ if there is also test/, else a tenth of the files to divide.
     "train": all other files to divide, which are those in train/, or in the only folder.
     "all": the files of test, if it has a folder, else all files.
 
-    A hash of name(file) orders the files of a class; the first tenth becomes test and the last
+    A hash of their names orders the files of a class; the first tenth becomes test and the last
     tenth val, at least one file each. So a new file moves at most one other file into or out of
-    each part. Files with an equal content(file) count once, and go into one part.
+    each part. Files with equal pixels count once, and go into one part.
     """
-    listed = {folder: sum(classes.values(), []) for folder, classes in groups.items()}
-    test = listed.get("test")
-    val = listed.get("val")
-    if test is None:
-        test, val = val, None
-    to_divide = groups.get("train", groups.get("", {}))
+    parts = dict(train=[], val=[], test=[])
+    test_folder = folder_of_test(groups)
+    if test_folder:
+        parts["test"] = groups[test_folder]
+    val_folder = test_folder == "test" and "val" in groups
+    if val_folder:
+        parts["val"] = groups["val"]
+    to_divide = files_to_divide(groups)
     if part == "all":
-        return test or sum(to_divide.values(), [])
+        return parts["test"] or to_divide
 
     def name_hash(file):
-        text = composed_name(name(file))
-        return zlib.crc32(text.encode())
+        return zlib.crc32(composed_name(file.name).encode())
 
-    parts = dict(train=[], val=val or [], test=test or [])
+    def content(file):
+        return file_pixels(file.path) or file.path      # an unreadable file has no copy
+
+    classes = {}                                        # {class: [File]}
+    for file in to_divide:
+        classes.setdefault(file.class_name, []).append(file)
     part_of = {}                                        # {content: part}
-    for class_name, files in to_divide.items():
+    for class_name, files in classes.items():
         order = sorted(files, key=name_hash)
         contents = dict.fromkeys(content(file) for file in order)       # each one once
         new = [one for one in contents if one not in part_of]
         tenth = max(round(len(new) / 10), 1)
-        n_test = tenth if test is None else 0
-        n_val = tenth if val is None else 0
+        n_test = 0 if test_folder else tenth
+        n_val = 0 if val_folder else tenth
         if len(new) <= n_test + n_val:
             least = n_test + n_val + 1
             raise InputError(f"{class_name or 'the folder'} has {len(new)} images, expected "
@@ -255,6 +272,8 @@ def fingerprint(dataset):
     The hash covers the name and the size of every file, and the bytes of every file. Of more than
     2,000 files, it covers the bytes of about 100 only, because reading all of them would take long.
     """
+    # A Split has images and labels. An ImageTree has labels, files and sizes. A SegTree has pairs of
+    # files.
     digest = hashlib.sha256()
     for name in ("images", "labels"):
         if hasattr(dataset, name):
@@ -330,15 +349,17 @@ class ImageTree(Dataset):
     folders). Every folder must be a class, and every class a folder unless subset=True.
     """
     hashes = []                     # `image_hashes` are for your own images, in a Split
-    resample = "bicubic"
 
     def __init__(self, root, split, classes=None, size=224, train=False, seed=0, crop=0.875,
-                 subset=False):
+                 subset=False, resample="bicubic"):
+        if not root:
+            raise InputError(f"there is no --data_dir; expected the folder that contains {split}/")
+        self.resample = resample
         self.size = size
         self.train = train
         self.seed = seed
         self.crop = crop
-        folder = os.path.join(str(root), split) if root else ""     # "" is an error in subfolders
+        folder = os.path.join(str(root), split)
         folders = subfolders(folder)
         self.classes = list(folders) if classes is None else list(classes)
         unknown = folders.keys() - set(self.classes)

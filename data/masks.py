@@ -20,8 +20,8 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar
-from data.images import (IMAGE_EXTENSIONS, choose_part, composed_name, file_pixels,
-                         image_hashes, list_files, part_folders, read_image, send)
+from data.images import (IMAGE_EXTENSIONS, File, choose_part, composed_name, file_entries,
+                         image_hashes, part_folders, read_image, send)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -49,18 +49,19 @@ def load_segmentation(args, parts, classes=None, seen=(), rules=None):
             raise InputError(f"--num_classes {args.num_classes}: {args.data_dir} has "
                              f"{count} classes")
         return trees
-    return [load_part(args, part) for part in parts]
-
-
-def load_part(args, part):
-    """Load one part of scenes, or of a data set in ADE20K's layout."""
-    if args.data == "shapes":
-        test_images = max(args.num_images // 10, 1)
-        num_images = args.num_images if part == "train" else test_images
-        return Scenes(part, num_images, args.size)
     names = CAMVID_CLASSES if args.data == "camvid" else ()
-    split = "training" if part == "train" else "validation"
-    return ade20k(args.data_dir, split, args.num_classes, names)
+    sources = []
+    for part in parts:
+        if args.data == "shapes":
+            num_images = args.num_images
+            if part != "train":
+                num_images = max(args.num_images // 10, 1)
+            source = Scenes(part, num_images, args.size)
+        else:
+            split = "training" if part == "train" else "validation"
+            source = ade20k(args.data_dir, split, args.num_classes, names)
+        sources.append(source)
+    return sources
 
 
 class Scenes(TensorDataset):
@@ -97,24 +98,24 @@ class SegTree(Dataset):
         self.hashes = list(hashes)
         self.rules = rules
         values = torch.arange(256, dtype=torch.uint8)
-        self.label_of = values - value_of_class_0                           # 0 - 1 is 255 in uint8
+        self.label_of = values - value_of_class_0           # uint8: 0 - 1 is 255, which is IGNORE
         self.label_of[255] = label_of_255
 
     def __len__(self):
         return len(self.files)
 
     def __getitem__(self, i):
-        image_path, path = self.files[i]
+        image_path, mask_path = self.files[i]
         image = read_image(image_path)
-        values, _ = read_annotation(path)
+        values, _ = read_annotation(mask_path)
         if values.shape != image.shape[1:]:
             h, w = values.shape
             H, W = image.shape[1:]
-            raise InputError(f"{path} has {w} x {h} pixels, but its image has {W} x {H}")
+            raise InputError(f"{mask_path} has {w} x {h} pixels, but its image has {W} x {H}")
         label = self.label_of[values.long()]
         wrong = (label >= len(self.classes)) & (label != IGNORE)
         if wrong.any():
-            raise InputError(f"{path} contains the value {values[wrong].max()}, but there "
+            raise InputError(f"{mask_path} contains the value {values[wrong].max()}, but there "
                              f"are only {len(self.classes)} classes")
         return image, label
 
@@ -140,7 +141,7 @@ def read_annotation(path):
     return torch.from_numpy(values), palette
 
 
-def pairs(root, split=""):
+def list_pairs(root, split=""):
     """List (image path, annotation path) in root/images/<split> and root/annotations/<split>."""
     images = files_by_name(root, "images", split, IMAGE_EXTENSIONS)
     annotations = files_by_name(root, "annotations", split, (".png",))
@@ -153,7 +154,8 @@ def pairs(root, split=""):
 
 def files_by_name(root, kind, split, endings):
     """Return {name without ending: path} of the files in root/<kind>/<split>."""
-    paths = list_files(os.path.join(root, kind, split), endings)
+    folder = os.path.join(root, kind, split)
+    paths = [entry.path for entry in file_entries(folder, endings)]
     files = {composed_name(Path(path).stem): path for path in paths}
     if len(files) < len(paths):
         raise InputError(f"{root}: two files in {kind}/{split} have one name, expected "
@@ -186,7 +188,7 @@ def ade20k(root, split, num_classes=None, names=()):
         classes = names
     elif not classes:
         classes = [f"class {k}" for k in range(num_classes or 0)]
-    return SegTree(pairs(root, split), classes, value_of_class_0=1)
+    return SegTree(list_pairs(root, split), classes, value_of_class_0=1)
 
 
 def own_folder(root, parts, classes=None, seen=(), rules=None):
@@ -194,70 +196,60 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
 
     parts: as in load_segmentation, "train" first: later parts have no copies of its images.
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
+    seen: `image_hashes` of images that trained the network or its backbone. All parts except
+    "train" leave them out.
     The other arguments belong to the network that is evaluated; a training has none of them.
-    classes: its class names; some classes may be missing in the folder. seen: `image_hashes` of
-    images that its training used, which are left out. rules: its MaskRules, which the folder must
-    follow; None for networks of an earlier version.
+    classes: its class names; some classes may be missing in the folder. rules: its MaskRules, which
+    the folder must follow; None for networks of an earlier version.
     """
-    groups = {}                                 # {part: {class: pairs}}; the pairs have no class
-    annotations = []
+    groups = {}                                 # {folder: [File]}
     for part, path in part_folders(os.path.join(root, "images")).items():
         split = os.path.basename(path) if part else ""
-        files = pairs(root, split)
-        groups[part] = {"": files}
-        annotations += [annotation for _, annotation in files]
-    values, palette = read_values(annotations, rules)
-    # Whether every class must occur in the masks: in a training; and in masks of 0 and 255 for a
-    # network without rules, because there 255 is class 1.
-    must_match = False
+        files = []
+        for image_path, mask_path in list_pairs(root, split):
+            files.append(File(image_path, Path(image_path).stem, mask_path=mask_path))
+        groups[part] = files
+    mask_paths = [file.mask_path for files in groups.values() for file in files]
+    values, palette = read_values(mask_paths, rules)
+
+    # A training, and an evaluation without rules, take the rules from these masks: if the values
+    # are 0 and 255 only, 255 is class 1. must_match: whether every class must occur.
+    only_255 = values == {0, IGNORE}
     if rules is None:
-        rules = new_rules(values, palette)
-        must_match = not classes or values == {0, IGNORE}
+        must_match = not classes or only_255
+        label_of_255 = None                     # the value 255 does not occur
+        if IGNORE in values:
+            label_of_255 = 1 if only_255 else IGNORE
+        rules = MaskRules(palette.hex(), label_of_255)
     else:
+        must_match = False
         check_255(root, values, rules)
-    label_of_255 = rules.label_of_255 or IGNORE
+    label_of_255 = rules.label_of_255
+    if label_of_255 is None:
+        label_of_255 = IGNORE
     names = folder_classes(root, values, label_of_255, classes, must_match)
 
     seen = {*seen}
     trees = []
     for part in parts:
-        files = choose_part(groups, part, image_name, image_content)
+        files = choose_part(groups, part)
         if not files:
             raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
-        hashes_of = {pair: image_hashes(pair[0], read_image(pair[0])) for pair in files}
-        files = [pair for pair in files if not hashes_of[pair] & seen]
-        if not files:
+        pairs = []
+        hashes = []
+        for file in files:
+            image_marks = image_hashes(file.path, read_image(file.path))
+            if part == "train" or image_marks.isdisjoint(seen):
+                pairs.append((file.path, file.mask_path))
+                hashes += sorted(image_marks)
+        if not pairs:
             raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
                              f"in training, or are copies of training images")
-        hashes = []
-        for pair in files:
-            hashes += sorted(hashes_of[pair])
         if part == "train":                     # a copy of a training image is in no other part
             seen.update(hashes)
-        tree = SegTree(files, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
+        tree = SegTree(pairs, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
         trees.append(tree)
     return trees
-
-
-def new_rules(values, palette):
-    """Return the MaskRules of a training, whose masks have these values and this palette."""
-    label_of_255 = None
-    if IGNORE in values:
-        label_of_255 = 1 if values == {0, IGNORE} else IGNORE
-    return MaskRules(palette.hex(), label_of_255)
-
-
-def image_name(pair):
-    """Return the name by which choose_part orders a pair (image path, annotation path)."""
-    return Path(pair[0]).stem
-
-
-def image_content(pair):
-    """Return a hash of an image's pixels, by which choose_part finds copies.
-
-    An image that cannot be read has no copy: its pair of paths stands for it.
-    """
-    return file_pixels(pair[0]) or pair
 
 
 def read_values(paths, rules):

@@ -196,7 +196,7 @@ def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
 
 
 def test_cifar_folders_are_loaded(tmp_path):
-    flags, pictures = dict(data="cifar10", data_dir=tmp_path, download=False), {}
+    flags, pictures = dict(data="cifar10", data_dir=tmp_path, image_size=32), {}
     for i, path in enumerate(("train/cat", "train/dog", "val/cat", "val/dog")):
         (tmp_path / path).mkdir(parents=True)
         pictures[path] = photo(32, 32, seed=i)
@@ -205,6 +205,18 @@ def test_cifar_folders_are_loaded(tmp_path):
         loaded = load_part(split, flags, "cpu")
         expected = torch.stack([tensor(pictures[f"{part}/{name}"]) for name in ("cat", "dog")])
         assert torch.equal(loaded.images, expected) and loaded.labels.tolist() == [0, 1]
+
+
+def test_wrong_flags_for_cifar_are_errors(tmp_path, monkeypatch):
+    flags = dict(data="cifar10", data_dir=tmp_path, image_size=32, download=True)
+    for name, value, words in (("image_size", 64, "32 x 32 pixels, .* is 64; expected 32"),
+                               ("data_dir", None, "--data cifar10 needs --data_dir")):
+        with pytest.raises(InputError, match=words):
+            load_part("train", flags | {name: value}, "cpu")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(InputError, match="--download: all processes would write the same files"):
+        load_part("train", flags, "cpu")
 
 
 def pil_eval_crop(image, size):
@@ -291,6 +303,8 @@ def test_labels_follow_the_training_classes(tree_dir):
     classes = val("train").classes
     assert classes == ["n01", "n02", "n03"] and val(classes=["n03", "n02", "n01"])[0, 0][1] == 0
     assert val(classes=["n00"] + classes, subset=True).labels.tolist() == [1, 1, 2, 2, 3, 3]
+    with pytest.raises(InputError, match="there is no --data_dir; expected .* contains val/"):
+        data.ImageTree(None, "val")
     for how, words in ((dict(classes=["n01", "n02"]), "n03"),
                        (dict(classes=classes + ["n04"]), "n04"),
                        (dict(split="test"), f"{tree_dir}/test")):

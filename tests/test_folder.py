@@ -18,8 +18,8 @@ import common
 import train_cls
 import train_seg
 from common import InputError
-from data.datasets import DATASETS, find_photos, load_data, load_part
-from data.images import (choose_part, composed_name, fingerprint, image_hashes, list_images,
+from data.datasets import DATASETS, find_photos, load_data, load_part, photo_groups
+from data.images import (File, choose_part, composed_name, fingerprint, image_hashes,
                          read_image, walk_images)
 from data.masks import load_segmentation, own_folder
 from runs import call, make_pairs, refused
@@ -62,15 +62,16 @@ def parts_of(root):
 
 def test_one_tenth_validates_another_tenth_is_reported():
     for n, n_held in ((3, 1), (14, 1), (40, 4)):
-        files = [f"a/{i}.jpg" for i in range(n)]
-        train, val, test = (choose_part({"": {"a": files}}, part, str, str)
+        names = [f"a/{i}.jpg" for i in range(n)]
+        files = [File(name, name, "a") for name in names]
+        train, val, test = ([file.path for file in choose_part({"": files}, part)]
                             for part in ("train", "val", "test"))
-        order = sorted(files, key=lambda name: zlib.crc32(name.encode()))
+        order = sorted(names, key=lambda name: zlib.crc32(name.encode()))
         assert test == order[:n_held] and val == order[n - n_held:]
         assert train == order[n_held:n - n_held]
     for n in (1, 2):
         with pytest.raises(InputError, match=f"a has {n} images, expected at least 3"):
-            choose_part({"": {"a": files[:n]}}, "train", str, str)
+            choose_part({"": files[:n]}, "train")
     assert composed_name("a/M\u00fcller.jpg") == composed_name("a/Mu\u0308ller.jpg")
     assert composed_name(os.path.join("a", "b")) == "a/b"
 
@@ -247,10 +248,10 @@ def test_one_lister_finds_the_classes():
     os.symlink(os.path.abspath("elsewhere/yak"), "photos/yak")      # a linked class folder
     os.symlink(os.path.abspath("photos"), "photos/cat/loop")
     assert len(walk_images("photos")) == 11
-    found = list_images("photos")
-    assert {name: len(paths) for name, paths in found.items()} == dict(cat=3, dog=3, owl=3, yak=2)
+    found = [file.class_name for file in photo_groups("photos")[""]]
+    assert found == ["cat"] * 3 + ["dog"] * 3 + ["owl"] * 3 + ["yak"] * 2
     with pytest.raises(InputError, match="there is no folder"):
-        list_images("")                                     # not the current folder
+        photo_groups("")                                    # not the current folder
 
 
 def test_a_walk_visits_each_real_folder_once():
@@ -390,6 +391,17 @@ def test_equal_photos_with_masks_are_in_one_part():
              for tree in trees]
     assert [len(tree) for tree in trees] == [32, 4, 4]
     assert [len(found) for found in stems] == [16, 2, 2]
+
+
+def test_photos_of_the_backbone_do_not_validate():
+    masks("mine", [0, 1], n=40)
+    train, val = own_folder("mine", ["train", "val"])
+    seen = train.hashes[:4] + val.hashes[:4]                    # two images each
+    again = own_folder("mine", ["train", "val"], seen=seen)
+    assert [len(tree) for tree in again] == [len(train), len(val) - 2] == [32, 2]
+    assert not {*again[1].hashes} & {*seen}
+    with pytest.raises(InputError, match="all images of the part 'val' were used in training"):
+        own_folder("mine", ["train", "val"], seen=val.hashes)
 
 
 @pytest.mark.parametrize("values, labels, classes", [
