@@ -23,10 +23,10 @@ STD = (0.229, 0.224, 0.225)
 LUMA = (0.299, 0.587, 0.114)                        # shares of red, green, blue in a grey value
 FILL = (124, 116, 104)                              # MEAN as 0..255, outside a warped image
 ERASE_TRIES = 10
-ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # of u: apply, top, left, 10 areas, 10 ratios
+ERASE_COLUMNS = 3 + 2 * ERASE_TRIES                 # random numbers per image, see random_erase
 
 
-def augment_uint8(images, positions, seed, pad=0, num_ops=0, flip=True):
+def augment_uint8(images, positions, seed, pad=0, num_ops=0, flip=False):
     """Shift by up to `pad` pixels, flip, and apply `num_ops` RandAugment operations per image.
 
     images: uint8. positions: (B,) int64 on the CPU, below 2**31. flip: mirror half of the images.
@@ -59,7 +59,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
     return targets.scatter_(1, labels[:, None], 1 - smoothing + off)
 
 
-def random_crop(images, u, pad=4):
+def random_crop(images, u, pad):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
     # In float32, the product of a number just below 1 could be rounded up to 2 * pad + 1.
@@ -100,11 +100,9 @@ def rand_augment(images, u):
         strength = (9 + 0.5 * normal(u_level)).clamp(0, 10) / 10
         strength = strength.float()
         sign = torch.where(u_sign < 0.5, 1.0, -1.0)
-        first = 0                                       # number of the group's first operation
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
-            which = number - first
+            which = number - OPS.index(names[0])                                    # in names
             rows = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
-            first += len(names)
             if len(rows):                               # `rows` is on the CPU: no wait for a GPU
                 chosen = [send(t[rows], device) for t in (which, strength, sign)]
                 rows = send(rows, device)
@@ -217,22 +215,24 @@ def random_erase(images, u, positions, seed, prob):
     The area of the box is uniform from 2 % to a third of the image, and height / width is
     log-uniform from 0.3 to 1 / 0.3. The first of 10 tries that fits is taken; if none fits, the
     image stays unchanged. The noise is standard normal after normalisation by MEAN and STD.
-    images: float in [0, 1], changed in place. u: (B, ERASE_COLUMNS) on the CPU.
+    images: float in [0, 1], changed in place. u: (B, ERASE_COLUMNS) on the CPU: apply or not, top,
+    left, 10 areas, 10 ratios.
     """
     B, _, H, W = images.shape
     u = u.double()                                      # see random_crop
-    u_area, u_ratio = u[:, 3:].split(ERASE_TRIES, dim=1)
+    u_apply, u_top, u_left = u[:, :3].unbind(1)                                     # (B,) each
+    u_area, u_ratio = u[:, 3:].split(ERASE_TRIES, dim=1)                            # (B, 10) each
     tried_areas = (0.02 + (1 / 3 - 0.02) * u_area) * H * W                          # (B, 10)
     ratio = torch.exp((1 - 2 * u_ratio) * math.log(0.3))                            # height / width
     tried_h = (tried_areas * ratio).sqrt().round().long()
     tried_w = (tried_areas / ratio).sqrt().round().long()
     fits = (tried_h < H) & (tried_w < W)                # smaller than the image, as timm demands
-    chosen = ((u[:, 0] < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
+    chosen = ((u_apply < prob) & fits.any(1)).nonzero()[:, 0]                       # (b,)
     first_fit = fits[chosen].int().argmax(1, keepdim=True)
     h = tried_h[chosen].gather(1, first_fit)[:, 0]
     w = tried_w[chosen].gather(1, first_fit)[:, 0]
-    top = (u[chosen, 1] * (H - h + 1)).long()
-    left = (u[chosen, 2] * (W - w + 1)).long()
+    top = (u_top[chosen] * (H - h + 1)).long()
+    left = (u_left[chosen] * (W - w + 1)).long()
 
     # Repeat the numbers of each box once for every pixel in it, so that each column describes one
     # erased pixel. The sizes are on the CPU: no wait for a GPU.
@@ -241,7 +241,8 @@ def random_erase(images, u, positions, seed, prob):
     boxes = torch.stack([chosen, positions[chosen], top, left, w, first, area])     # (7, b)
     boxes = send(boxes, images.device)
     total = int(area.sum())
-    columns = boxes.repeat_interleave(boxes[6], dim=1, output_size=total)           # (7, total)
+    repeats = boxes[-1]                                 # area, on the device
+    columns = boxes.repeat_interleave(repeats, dim=1, output_size=total)            # (7, total)
     sample, position, top, left, w, first, _ = columns
     i = torch.arange(total, device=images.device) - first           # the pixel's number in its box
     y = top + i // w
@@ -265,6 +266,9 @@ def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
     from torchvision.transforms.v2 import CutMix, MixUp
     with torch.random.fork_rng(devices=[]):             # torchvision has no argument `generator`
         torch.manual_seed(seed_from(seed, MIX, step))
-        if cutmix and (not mixup or torch.rand(()) < 0.5):
+        use_cutmix = cutmix > 0
+        if cutmix and mixup:
+            use_cutmix = torch.rand(()) < 0.5
+        if use_cutmix:
             return CutMix(alpha=cutmix)(images, targets)
         return MixUp(alpha=mixup)(images, targets)

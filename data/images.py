@@ -272,8 +272,8 @@ def fingerprint(dataset):
     The hash covers the name and the size of every file, and the bytes of every file. Of more than
     2,000 files, it covers the bytes of about 100 only, because reading all of them would take long.
     """
-    # A Split has images and labels. An ImageTree has labels, files and sizes. A SegTree has pairs of
-    # files.
+    # A Split has images and labels. An ImageTree has labels, files and sizes. A SegTree has pairs
+    # of files.
     digest = hashlib.sha256()
     for name in ("images", "labels"):
         if hasattr(dataset, name):

@@ -9,17 +9,35 @@ import math
 
 import torch
 
+from common import InputError
+
 # The purpose of a random number: the part of its key after the seed.
-SCENE, SCENE_NOISE, RANDOM_CROP = 10, 11, 12                    # data/shapes.py, data/images.py
-SHIFT, FLIP, RAND_AUGMENT, ERASE, ERASE_NOISE, MIX = 20, 21, 22, 23, 24, 25     # data/augment.py
-VIEW, DISTORT = 30, 31                                          # data/masks.py
-START, SIGNS, NOISE, APGD, SQUARE = 40, 41, 42, 43, 44          # attacks in robust/
+SCENE = 10                              # data/shapes.py
+SCENE_NOISE = 11
+RANDOM_CROP = 12                        # data/images.py
+SHIFT = 20                              # data/augment.py
+FLIP = 21
+RAND_AUGMENT = 22
+ERASE = 23
+ERASE_NOISE = 24
+MIX = 25
+VIEW = 30                               # data/masks.py
+DISTORT = 31
+START = 40                              # attacks in robust/
+SIGNS = 41
+NOISE = 42
+APGD = 43
+SQUARE = 44
+FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
 TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES, PATCH_VALUES = 70, 71     # robust/patches.py; 70 twice: no program draws both
-ADVERSARIAL = 90                        # train_cls.py
-FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
+PATCH_PLACES = 70                       # robust/patches.py; 70 twice: no program draws both
+PATCH_VALUES = 71
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
+ADVERSARIAL = 90                        # train_cls.py
+
+HASH_START = 0x1E3779B9                 # arbitrary
+HASH_ADDED = 0x3C6EF372                 # arbitrary, but not 0: _mix does not change 0
 
 
 def _mix(x):
@@ -37,13 +55,13 @@ def uniform(index, n, *key):
 
     index: (B,) int64 in [0, 2**31), the samples' numbers. key: ints in [0, 2**31), such as (seed,
     purpose), or (B,) int32 tensors with a part of the key per sample. Row i depends on (key,
-    index[i]) only, and column j does not depend on n.
+    index[i]) only, and column j does not depend on n. InputError for a larger seed.
     """
-    start = 0x1E3779B9                  # arbitrary
-    added = 0x3C6EF372                  # arbitrary, but not 0: _mix does not change 0
-    row = torch.full_like(index, start, dtype=torch.int32)
+    row = torch.full_like(index, HASH_START, dtype=torch.int32)
     for k in (*key, index.int()):
-        row = _mix(_mix(row ^ k).add_(added))
+        if isinstance(k, int) and not 0 <= k < 2 ** 31:         # the hash has 32 bits and a sign
+            raise InputError(f"the seed {k} of random numbers: expected 0 to {2 ** 31 - 1}")
+        row = _mix(_mix(row ^ k).add_(HASH_ADDED))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
     hashed = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))         # (B, n)
     hashed.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)                 # the first 24 bits
@@ -73,7 +91,8 @@ def epoch_order(n, epoch, seed, repeats=1):
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
     times. The copies are neighbours in the result.
     """
-    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63        # different for every seed and epoch
+    # different for every seed and epoch below 1,000,003
+    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63
     generator = torch.Generator().manual_seed(seed_of_epoch)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
 

@@ -6,6 +6,7 @@ one, so `render_scenes` can soften the edge over one pixel at every image size.
 """
 
 import math
+from functools import partial
 
 import torch
 
@@ -131,8 +132,10 @@ COLUMNS = (                                 # the random numbers of a layer
     "luminance", "saturation", "hue", "similar hue", "darker",
     "scale", "place 1", "place 2", "turn", "stretch",
     "texture angle", "texture frequency", "texture",
-    "class",                                # the background has no class: its amount of noise
+    "class",
 )
+NOISE_COLUMN = "class"                      # The background has no class. There this column is the
+                                            # amount of pixel noise in the scene.
 
 
 def apply_each(functions, which, x, y):
@@ -160,10 +163,18 @@ def colour(hue, saturation, luminance):
     return torch.lerp(luminance, saturated, saturation)
 
 
+def draw_numbers(numbers, low, high, column):
+    """Return the numbers of a column of COLUMNS, scaled to [low, high): (B, 1, 1).
+
+    numbers: (B, len(COLUMNS)) in [0, 1), the random numbers of a layer.
+    """
+    return low + (high - low) * numbers[:, COLUMNS.index(column), None, None]
+
+
 def textured(draw, first, second, u, v):
     """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W).
 
-    draw: a function (low, high, column) that draws (B, 1, 1) uniform numbers, see COLUMNS.
+    draw: `draw_numbers` of the layer, a function (low, high, column).
     """
     angle = draw(0, 2 * math.pi, "texture angle")
     frequency = draw(4, 9, "texture frequency")
@@ -193,9 +204,7 @@ def render_scenes(index, size=32, seed=0):
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
-        def draw(low, high, column):                        # (B, 1, 1), in [low, high)
-            number = draws[:, layer, COLUMNS.index(column), None, None]
-            return low + (high - low) * number
+        draw = partial(draw_numbers, draws[:, layer])       # draw(low, high, column)
 
         # Two similar colours. Shapes are light, else small networks need far more images.
         if layer == 0:
@@ -235,16 +244,18 @@ def render_scenes(index, size=32, seed=0):
 
         # Draw the shape and its shadow on the layers behind it.
         fill = textured(draw, first, second, u, v)
-        labels = (draw(0, 1, "class") * len(SHAPES)).long().flatten()       # last: the main shape's
-        distance = apply_each(SHAPES.values(), labels, u, v) * scale
+        shapes = (draw(0, 1, "class") * len(SHAPES)).long().flatten()
+        if layer == NUM_LAYERS - 1:
+            labels = shapes
+        distance = apply_each(SHAPES.values(), shapes, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, (labels + 1).byte().view(B, 1, 1), masks)
+        masks = torch.where(coverage > 0.5, (shapes + 1).byte().view(B, 1, 1), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE) - 0.5
     noise = noise.view(B, 3, size, size)
-    amount = draws[:, 0, COLUMNS.index("class")].view(B, 1, 1, 1)           # of the background
+    amount = draws[:, 0, COLUMNS.index(NOISE_COLUMN)].view(B, 1, 1, 1)
     images = images + noise * amount * 0.1
     return (images.clamp(0, 1) * 255).round().byte(), labels, masks
 

@@ -178,7 +178,8 @@ def train(how, seed, out_dir, epochs=8, batch=64, lr=2e-3, n=16000):
             group["lr"] = rate
         index = epoch_order(n, epoch, seed)[i * batch:(i + 1) * batch]
         position = step * batch + torch.arange(batch)
-        images = to_float(augment_uint8(scenes.images[index], position, seed), position, seed)
+        images = augment_uint8(scenes.images[index], position, seed, flip=True)
+        images = to_float(images, position, seed)
         images, hit = corrupt_half(images, position, seed)
         with conditioned(model, PERFECT, hit) if how == "perfect" else nullcontext():
             loss = F.cross_entropy(model(images), scenes.labels[index])

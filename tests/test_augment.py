@@ -19,8 +19,8 @@ Image = pytest.importorskip("PIL.Image")
 
 def augment(images, positions, seed, erase=0.25):
     """Run both parts of the recipe, uint8 and float, with the random shift of small images."""
-    return to_float(augment_uint8(images, positions, seed, pad=4, num_ops=2), positions, seed,
-                    erase)
+    images = augment_uint8(images, positions, seed, pad=4, num_ops=2, flip=True)
+    return to_float(images, positions, seed, erase)
 
 
 def make_images(n=6, H=48, W=64, seed=0):
@@ -108,7 +108,7 @@ def test_flip_and_shift_follow_their_numbers():
     flipped = random_hflip(images, torch.tensor([0.1, 0.5, 0.9, 0.4999]))
     assert torch.equal(flipped[[0, 3]], images[[0, 3]].flip(3))
     assert torch.equal(flipped[1:3], images[1:3])
-    out = random_crop(images[:3], torch.tensor([[0.5, 0.5], [0.0, 0.0], [1 - 2 ** -24, 0.5]]))
+    out = random_crop(images[:3], torch.tensor([[0.5, 0.5], [0.0, 0.0], [1 - 2 ** -24, 0.5]]), 4)
     assert torch.equal(out[0], images[0])
     assert torch.equal(out[1, :, 4:, 4:], images[1, :, :-4, :-4]) and not out[1, :, :4].any()
     assert torch.equal(out[2, :, :-4], images[2, :, 4:]) and not out[2, :, -4:].any()

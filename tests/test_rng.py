@@ -3,8 +3,10 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 
+from common import InputError
 from data import rng
 from data.rng import DROPOUT, batch_pairs, seed_from, uniform
 
@@ -38,9 +40,17 @@ def test_numbers_do_not_change_between_versions():
     assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
 
 
+def test_seeds_of_more_than_31_bits_are_errors():
+    assert uniform(torch.arange(2), 1, 2 ** 31 - 1, 10).shape == (2, 1)
+    for seed in (2 ** 31, 2 ** 40, -1):
+        with pytest.raises(InputError, match=f"the seed {seed} .* expected 0 to 2147483647"):
+            uniform(torch.arange(2), 1, seed, 10)
+
+
 def test_purposes_are_pinned_and_distinct():
     """PATCH_PLACES and TEXT_WINDOW share a number, because no sample uses both."""
-    purposes = {name: value for name, value in vars(rng).items() if name.isupper()}
+    purposes = {name: value for name, value in vars(rng).items()
+                if name.isupper() and not name.startswith("HASH_")}
     assert purposes == dict(
         SCENE=10, SCENE_NOISE=11, RANDOM_CROP=12, SHIFT=20, FLIP=21, RAND_AUGMENT=22, ERASE=23,
         ERASE_NOISE=24, MIX=25, VIEW=30, DISTORT=31, START=40, SIGNS=41, NOISE=42, APGD=43,
