@@ -41,8 +41,8 @@ from common import (InputError, bar, nonnegative_float, nonnegative_int, positiv
 from data.images import send
 from data.rng import DROPOUT, seed_from
 from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
-                       load_corpus, perplexity, random_windows, seen_hashes,
-                       sliding_nll, spaced, text_folder)
+                       load_corpus, perplexity, prepare_text, random_windows, seen_hashes,
+                       separate_words, sliding_nll)
 from lm import LM, LM_SIZES, LMConfig, depends_on_later_words, lm_from_checkpoint
 from results import add_result
 from robust.words import WORD, word_swap
@@ -283,24 +283,24 @@ def evaluate_only(args, rank, world, device):
 
 
 def was_spaced(checkpoint):
-    """Return whether the training's text was `spaced`, so that other texts are spaced, too.
+    """Return whether `separate_words` made the lines of the training; then it makes others, too.
 
-    Checkpoints of an earlier version do not have the field. Their text was spaced if it was a text
-    file, whose paragraphs `seen` names, or pydoc.
+    Checkpoints of an earlier version do not have the field `spaced`. Their text was a text file,
+    whose paragraphs `seen` names, or pydoc, or else token files.
     """
     if "spaced" in checkpoint:
         return checkpoint["spaced"]
     return bool(checkpoint["seen"]) or checkpoint["args"]["data"] == "pydoc"
 
 
-def sample(model, vocab, args, device, as_spaced):
+def sample(model, vocab, args, device, spaced):
     """Return --prompt and the next --words words as prose. The same seed gives the same text.
 
-    as_spaced: whether the training's text was `spaced`; then the prompt is, too.
+    spaced: whether `separate_words` made the lines of the training; then it makes the prompt, too.
     """
     lines = args.prompt.split("\n")
-    if as_spaced:
-        lines = [spaced(line) for line in lines]
+    if spaced:
+        lines = [separate_words(line) for line in lines]
     generator = torch.Generator(device).manual_seed(args.seed)
     # The prompt begins with an <eos>, like each line of the training, and does not end with one.
     prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")
@@ -344,7 +344,7 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data.
-    folder = text_folder(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
+    folder = prepare_text(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
     corpus = load_corpus(folder)
     for split in SPLITS:                                # train, valid and test
         count = len(getattr(corpus, split))
@@ -389,7 +389,7 @@ def main():
     best = common.best_evaluation(checkpoint, args.out_dir)
     common.same_run(args, data_identity, first)
     seen = seen_hashes(args.data_dir)                    # for evaluations: paragraphs to leave out
-    as_spaced = is_spaced(args.data_dir)
+    spaced = is_spaced(args.data_dir)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved.
@@ -448,7 +448,7 @@ def main():
             text = ""
             writes = args.words and not config.reads_the_future     # such a model cannot write
             if writes and rank == 0:
-                text = sample(model, vocab, args, device, as_spaced)
+                text = sample(model, vocab, args, device, spaced)
             # Mean |k| and the share of nonzero entries of S in each layer, on a few windows of this
             # batch, show whether RPC acts.
             keys = key_statistics(model, windows[:8, :-1], forward=model.hidden)
@@ -464,7 +464,7 @@ def main():
             state = dict(task="language modelling", args=vars(args), step=done,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), metrics=metrics, best=best,
-                         **data_identity, seen=seen, spaced=as_spaced)
+                         **data_identity, seen=seen, spaced=spaced)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)

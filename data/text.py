@@ -112,21 +112,24 @@ def is_text_file(data_dir):
 
 
 def is_spaced(data_dir):
-    """Return whether the words of a text are separated by `spaced`; token files stay as they are.
+    """Return whether `separate_words` makes a text's lines; token files stay as they are.
 
     data_dir: a text file, a folder of token files, or None for the text pydoc.
     """
     return not data_dir or is_text_file(data_dir)
 
 
-def text_folder(data, data_dir):
-    """Return the folder of token files for --data and --data_dir; the latter may be a text file."""
+def prepare_text(data, data_dir):
+    """Return the folder of token files for --data and --data_dir.
+
+    A text file and the text pydoc are first converted to token files in out/cache.
+    """
     if is_text_file(data_dir):                  # convert it each time: it may have changed
         path = Path(data_dir).resolve()
         folder = Path("out", "cache", f"{path.stem}_{zlib.crc32(os.fsencode(path)):08x}")
         parts = {}
         for split, paragraphs in split_text(data_dir).items():
-            parts[split] = [spaced(paragraph) for paragraph in paragraphs]
+            parts[split] = [separate_words(paragraph) for paragraph in paragraphs]
         write_tokens(folder, parts)
         return folder
     if data_dir:
@@ -136,23 +139,29 @@ def text_folder(data, data_dir):
     raise InputError(f"--data {data} needs --data_dir")
 
 
-def spaced(text):
+def separate_words(text):
     """Put one space between the words and punctuation marks of a text."""
     return " ".join(re.findall(r"\w+(?:'\w+)*|[^\w\s]", normalize("NFC", text)))
 
 
+def token_line(line, counts):
+    """Return a line of a token file, in which rare words become <unk>. counts: of the training."""
+    words = [word if counts[word] >= MIN_COUNT else UNK for word in line.split()]
+    return " ".join(["", *words, "\n"])                # as in WikiText: spaces at both ends
+
+
 def write_tokens(folder, parts):
-    """Write parts, {split: lines}, as wiki.*.tokens. Words that are rare in train become <unk>."""
+    """Write parts, {split: lines}, as wiki.*.tokens. Words that are rare in train become <unk>.
+
+    valid and test may need <unk>, which is in the vocabulary only if it is in train. So if no word
+    of train is rare, train gets another line, which contains <unk> only.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     counts = count_words(parts["train"])
     for split in SPLITS:
-        lines = []
-        for line in parts[split]:
-            words = [word if counts[word] >= MIN_COUNT else UNK for word in line.split()]
-            lines.append(" ".join(["", *words, "\n"]))         # as in WikiText: spaces at both ends
-        # valid and test may need <unk>. It is in the vocabulary only if it is in train.
+        lines = [token_line(line, counts) for line in parts[split]]
         if split == "train" and min(counts.values()) >= MIN_COUNT:
-            lines.append(f" {UNK} \n")
+            lines.append(token_line(UNK, counts))
         with replacing(token_file(folder, split)) as tmp:
             tmp.write_bytes("".join(lines).encode())
 
@@ -163,11 +172,15 @@ def read_paragraphs(path):
     Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
     """
     text = "\n".join(read_lines(path))
-    for mark in (r"\n\s*\n", "\n"):
-        paragraphs = [part for part in re.split(mark, text) if spaced(part)]
-        if len(paragraphs) >= 20:
-            break
+    paragraphs = split_at(r"\n\s*\n", text)
+    if len(paragraphs) < 20:
+        paragraphs = split_at("\n", text)
     return paragraphs
+
+
+def split_at(mark, text):
+    """Split a text at each match of the regular expression `mark`; keep the parts with a word."""
+    return [part for part in re.split(mark, text) if separate_words(part)]
 
 
 def split_text(path):
@@ -188,10 +201,10 @@ def paragraph_hashes(paragraph):
 
     The hashes of lines find a paragraph whose lines are in another order or in other paragraphs.
     """
-    pieces = [spaced(paragraph)]
+    pieces = [separate_words(paragraph)]
     for line in paragraph.split("\n"):
         if len(line.split()) >= LINE_WORDS:
-            pieces.append(spaced(line))
+            pieces.append(separate_words(line))
     return {zlib.crc32(piece.encode()) for piece in pieces}
 
 
@@ -209,17 +222,17 @@ def seen_hashes(data_dir):
     return sorted(seen)
 
 
-def lines_to_score(data, data_dir, seen, as_spaced=True):
-    """Return the texts to evaluate a language model on, {name: lines of tokens}.
+def lines_to_score(data, data_dir, seen, spaced=True):
+    """Return the one or two texts to evaluate a language model on, {name: lines of tokens}.
 
     Token files and pydoc are two texts, "valid" and "test". A text file is one text. If `seen` is
     known, the text is "unseen": the paragraphs without a hash in `seen`. Otherwise it is "text":
     all paragraphs.
-    seen: hashes of the training's paragraphs; [] if they are unknown. as_spaced: whether the
-    model's text was `spaced`; then a text file is, too.
+    seen: hashes of the training's paragraphs; [] if they are unknown. spaced: whether
+    `separate_words` made the lines of the model's training; then it makes these lines, too.
     """
     if not is_text_file(data_dir):
-        folder = text_folder(data, data_dir)
+        folder = prepare_text(data, data_dir)
         return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
     paragraphs = read_paragraphs(data_dir)
     if not paragraphs:
@@ -229,8 +242,8 @@ def lines_to_score(data, data_dir, seen, as_spaced=True):
     if not unseen:
         raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs, "
                          f"expected new ones")
-    if as_spaced:
-        lines = [spaced(paragraph) for paragraph in unseen]
+    if spaced:
+        lines = [separate_words(paragraph) for paragraph in unseen]
     else:                                               # words are separated by spaces
         lines = [" ".join(paragraph.split()) for paragraph in unseen]
     name = "unseen" if seen else "text"
@@ -277,8 +290,8 @@ def pydoc_folder(parent):
             split = "test"
         for i, (title, text) in enumerate(texts):
             sign = "= =" if i else "="                  # a WikiText heading: = title =
-            parts[split] += ["", f"{sign} {spaced(title)} {sign}", ""]
-            parts[split] += [spaced(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
+            parts[split] += ["", f"{sign} {separate_words(title)} {sign}", ""]
+            parts[split] += [separate_words(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
     write_tokens(folder, parts)
     return folder
 
@@ -322,12 +335,15 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
         last = window                                   # the length of the last window
     else:
         last = rest
-    kinds = [(torch.tensor([0]), window, window),       # starts, length, number of scored targets
-             (later, window, stride),
-             (torch.tensor([M - last]), last, rest)]
+    # Example: M = 11, window 4, stride 3. The windows begin at 0; 3, 6; 7, and score 4; 3, 3; 1
+    # targets.
+    first = torch.tensor([0])
+    windows = [(first, window, window),                 # starts, length, number of scored targets
+               (later, window, stride),
+               (torch.tensor([M - last]), last, rest)]
     batches = []
-    for starts, length, scored in kinds:
-        if len(starts) and scored:                      # a kind may have no window
+    for starts, length, scored in windows:
+        if len(starts) and scored:                      # no later windows, or no rest
             batches += [(part, length, scored) for part in starts.split(batch_size)]
 
     device = next(model.parameters()).device

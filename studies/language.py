@@ -32,8 +32,8 @@ import torch
 import common
 from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
-from data.text import (Vocabulary, load_corpus, perplexity, random_windows, read_lines, sliding_nll,
-                       text_folder, token_file)
+from data.text import (Vocabulary, load_corpus, perplexity, prepare_text, random_windows,
+                       read_lines, sliding_nll, token_file)
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from robust.words import WORD, word_swap
 from studies.stats import detectable, holm, paired_t, show, show_p
@@ -220,7 +220,7 @@ def run(args):
     """Train and score each variant of each seed that has no row yet."""
     for seed in args.seeds:
         for text in args.texts:
-            folder = text_folder(text, args.wikitext if text == "wikitext" else None)
+            folder = prepare_text(text, args.wikitext if text == "wikitext" else None)
             for variant in VARIANTS:
                 rows = [row for row in read_rows("rows.jsonl")
                         if (row["text"], row["seed"]) == (text, seed)]
@@ -352,7 +352,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.cost:
         for text in args.texts:
-            folder = text_folder(text, args.wikitext if text == "wikitext" else None)
+            folder = prepare_text(text, args.wikitext if text == "wikitext" else None)
             append_row("cost.jsonl", measure_cost(text, folder) | dict(commit=commit()))
     if args.run:
         run(args)

@@ -13,8 +13,8 @@ import torch
 
 from data import text as data_text
 from common import InputError
-from data.text import (lines_to_score, load_corpus, perplexity, pydoc_folder, random_windows,
-                       read_lines, seen_hashes, sliding_nll, text_folder)
+from data.text import (lines_to_score, load_corpus, perplexity, prepare_text, pydoc_folder,
+                       random_windows, read_lines, seen_hashes, sliding_nll)
 from lm import LM, LMConfig
 from test_lm import lmtool_model
 
@@ -79,24 +79,24 @@ def lines_of(folder, split):
 
 def test_a_text_file_is_split_by_paragraphs(folder):
     Path("book.txt").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())     # a byte order mark is no word
-    made = text_folder("folder", "book.txt")
+    made = prepare_text("folder", "book.txt")
     assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
     Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert text_folder("folder", "book.txt") == made  # written again
+    assert prepare_text("folder", "book.txt") == made  # written again
     assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
     fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
     assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
     assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
     assert lines_of(made, "train")[-1].split() == ["<unk>"]  # added, because no word is rare
     Path("rare.txt").write_text(BOOK.replace("number 3", "number three", 2))
-    corpus = load_corpus(text_folder("folder", "rare.txt"))
+    corpus = load_corpus(prepare_text("folder", "rare.txt"))
     assert "three" not in corpus.vocab and "old" in corpus.vocab
     assert (corpus.train == corpus.vocab["<unk>"]).sum() == 2
 
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
     """A text in decomposed letters has the tokens of the composed one."""
-    words = data_text.spaced("l'e\u0301te\u0301, nai\u0308ve").split()
+    words = data_text.separate_words("l'e\u0301te\u0301, nai\u0308ve").split()
     assert words == ["l'\u00e9t\u00e9", ",", "na\u00efve"]
     write(folder, "the M\u00fcller <unk>\n", "M\u00fcller\n", "the\n")
     composed = load_corpus(folder)
@@ -239,9 +239,9 @@ def test_texts_without_enough_lines_are_errors(folder):
     for text, count in (("", 0), ("word " * 500, 1), ("a line\r" * 500, 1), ("a line\n" * 10, 10)):
         Path("short.txt").write_bytes(text.encode())
         with pytest.raises(InputError, match=f"short.txt has {count} lines .* at least 20"):
-            text_folder("folder", "short.txt")
+            prepare_text("folder", "short.txt")
     Path("short.txt").write_text("a line\n" * 20)
-    text_folder("folder", "short.txt")
+    prepare_text("folder", "short.txt")
     Path("short.txt").write_text("one line")                    # enough for an evaluation
     assert lines_to_score("folder", "short.txt", [1]) == {"unseen": ["one line"]}
     Path("short.txt").write_text(" \n")
