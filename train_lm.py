@@ -344,7 +344,7 @@ def main():
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data.
-    folder = prepare_text(args.data, args.data_dir)      # with wiki.*.tokens, written if needed
+    folder = prepare_text(args.data, args.data_dir)     # with wiki.*.tokens, written if needed
     corpus = load_corpus(folder)
     for split in SPLITS:                                # train, valid and test
         count = len(getattr(corpus, split))

@@ -10,7 +10,6 @@ nbclient, ipykernel and matplotlib. A reader's browser fetches nothing: the file
 weights of three networks, and lecture/web/network.js runs them.
 """
 
-import argparse
 import base64
 import html
 import json
@@ -34,8 +33,9 @@ SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the liv
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/255
 SCRIPTS = ("network", "robust_pca", "damage", "attack", "inside", "draw", "start", "live")
+# The browser fetches nothing. The tests in a browser use eval.
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-          "script-src 'unsafe-inline' 'unsafe-eval'")       # browser tests use eval
+          "script-src 'unsafe-inline' 'unsafe-eval'")
 FIRST_CELLS = ["""\
 # Once, in the repository's folder: pip install -r studies/requirements.txt
 # In Colab, first clone the repository and go to its folder:
@@ -81,14 +81,17 @@ def notebook_cells():
     function = r"^def naive_rpc.*?\n    return L[^\n]*"
     naive = re.search(function, read("attention.py"), re.M | re.S)[0]
     for i, text in enumerate(sections()):
-        before, *rest = re.split(PICTURE, text)
-        before, opened = without_opening(before)
+        # PICTURE has two groups, so the pieces are: text, alt, name, text, alt, name, text, ...
+        pieces = re.split(PICTURE, text)
+        before, opened = without_opening(pieces[0])
         yield "markdown", before
-        for code in FIRST_CELLS if i == 0 else ():
-            yield "code", code.replace("NAIVE_RPC", naive)
-        for _, name, after in zip(*[iter(rest)] * 3):
+        if i == 0:
+            for code in FIRST_CELLS:
+                yield "code", code.replace("NAIVE_RPC", naive)
+        for name, after in zip(pieces[2::3], pieces[3::3]):
             kind = "answer" if opened else "code"
             yield kind, f"pictures.draw_{name}()"
+            # A text that was opened before the picture continues behind it.
             after, next_opened = without_opening(after)
             yield "markdown", opened + after
             opened = next_opened
@@ -148,9 +151,10 @@ def networks():
     for name in NETWORKS:
         model = classifier_from_checkpoint(common.load(ROOT / f"weights/shapes_{name}.pt"))
         weights = model.state_dict()
-        stored[name] = dict(tensors=[(key, w.numel()) for key, w in weights.items()],
-                            half=text_of(torch.cat([w.flatten() for w in weights.values()]).half()),
-                            mean=model.config.mean, std=model.config.std)
+        sizes = [(key, w.numel()) for key, w in weights.items()]
+        numbers = torch.cat([w.flatten() for w in weights.values()])
+        stored[name] = dict(tensors=sizes, half=text_of(numbers.half()), mean=model.config.mean,
+                            std=model.config.std)
     return stored
 
 
@@ -188,10 +192,15 @@ def with_formulas(text):
         pieces = re.split(r"\\qquad|\\quad", block)     # on a narrow screen, one below another
         formulas = " ".join(convert(piece.strip(), display="block") for piece in pieces)
         return f'\n\n<div class="wide formula">{formulas}</div>\n\n'
-    parts = re.split(r"(```.*?```|`[^`\n]*`)", text, flags=re.S)            # code has no formulas
+
+    code = r"(```.*?```|`[^`\n]*`)"
     formula = r"\$\$(.+?)\$\$|\$([^$\n]+)\$"
-    return "".join(part if part.startswith("`") else re.sub(formula, mathml, part, flags=re.S)
-                   for part in parts)
+    parts = []
+    for part in re.split(code, text, flags=re.S):
+        if not part.startswith("`"):                    # code has no formulas
+            part = re.sub(formula, mathml, part, flags=re.S)
+        parts.append(part)
+    return "".join(parts)
 
 
 def figure(name, alt):
@@ -200,9 +209,11 @@ def figure(name, alt):
     if not drawn.exists():
         data = base64.b64encode(drawn.with_suffix(".png").read_bytes()).decode()
         return f'<img class="drawn" alt="{alt}" src="data:image/png;base64,{data}">'
-    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "",
-                 drawn.read_text(encoding="utf-8"), flags=re.S)
-    svg = re.sub(r'(id="|url\(#|href="#)(?!DejaVu)', rf"\1{name}-", svg)   # ids must be unique
+    not_drawn = r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>"
+    svg = re.sub(not_drawn, "", drawn.read_text(encoding="utf-8"), flags=re.S)
+    # Ids must be unique in the page; the pictures share only the letters, whose ids are DejaVu...
+    before_id = r'(id="|url\(#|href="#)(?!DejaVu)'
+    svg = re.sub(before_id, rf"\1{name}-", svg)
     return svg.replace("<svg ", f'<svg class="drawn" role="img" aria-label="{alt}" ', 1)
 
 
@@ -226,7 +237,9 @@ def title_of(text):
 
 def anchor_of(text):
     """Return the anchor of a section as GitHub makes it: lower case, hyphens for spaces."""
-    return re.sub(r"[^\w -]", "", text.splitlines()[0].lstrip("# ").lower()).replace(" ", "-")
+    heading = text.splitlines()[0].lstrip("# ").lower()
+    letters = re.sub(r"[^\w -]", "", heading)
+    return letters.replace(" ", "-")
 
 
 # --- the page and the slides ----------------------------------------------------------------------
@@ -237,8 +250,8 @@ def page():
              for text in sections()]
     parts[0] = re.sub(r"<h1>.*?</h1>\n", "", parts[0], count=1)         # the title comes first
     title = f"<h1>{title_of(sections()[0])}</h1>\n"
-    links = [(anchor_of(text), title_of(text)) for text in sections()]
-    links[:0] = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
+    links = [("try", "Try it: paint, look at S"), ("attack", "Attack three networks")]
+    links += [(anchor_of(text), title_of(text)) for text in sections()]
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links)
     nav = f'<nav aria-label="sections"><ul>{items}</ul></nav>\n'
     beginning = "#" + anchor_of(sections()[0])
@@ -248,28 +261,42 @@ def page():
 def slides():
     """Return the slides as HTML; a printed slide also shows the section that has its picture."""
     shown = []
+    # The live part has two sections, and each is a slide: a network, and the attack.
     attack = '<section id="attack"'
     first, second = live("index.html").split(attack)
     parts = {"Live": first, "Live: attack": attack + second}
     for text in read("lecture/slides.md").split("\n## ")[1:]:
-        title, *rest = re.split(PICTURE, text)
-        if title.strip() in parts:
-            shown.append(parts[title.strip()])
+        title, _, body = text.partition("\n")
+        body = body.strip()
+        if title in parts:
+            shown.append(parts[title])
             continue
-        if rest:
-            alt, name, said = rest
+        picture = re.search(PICTURE, text)
+        notes = ""
+        if picture:
+            alt, name = picture.groups()
+            said = text[picture.end():]
             section = next(part for part in sections() if f"pictures/{name}.png" in part)
             stage = f'<div class="stage">{figure(name, html.escape(alt))}</div>'
             notes = f'<aside class="notes">{to_html(PICTURE.sub("", section))}</aside>'
-        else:                                       # formulas, a table or lines, then a sentence
-            title, _, body = text.partition("\n")
-            body, _, said = body.strip().rpartition("\n\n") if "$$" in body or "|" in body else (
-                body, "", "")
-            stage, notes = f'<div class="board">{to_html(body)}</div>', ""
+        else:
+            board, said = board_and_sentence(body)
+            stage = f'<div class="board">{to_html(board)}</div>'
         tag = "h2" if shown else "h1"               # the title slide
         shown.append(f'<section class="slide" id="slide-{len(shown) + 1}">\n<{tag}>'
                      f'{title_of(title)}</{tag}>\n{stage}\n{to_html(said)}{notes}</section>\n')
     return document(f'<main class="talk">\n{"".join(shown)}</main>', (*SCRIPTS, "slides"))
+
+
+def board_and_sentence(body):
+    """Split the text of a slide without picture: (board, the last paragraph or "").
+
+    The last paragraph is a sentence below the board if the board has a formula or a table.
+    """
+    board, blank_line, sentence = body.rpartition("\n\n")
+    if blank_line and ("$$" in body or "|" in body):
+        return board, sentence
+    return body, ""
 
 
 def live(lecture, heading="h2"):
@@ -331,24 +358,30 @@ def document(body, scripts):
 """
 
 
+MAKERS = dict(index=page, slides=slides, live=live_page)
+
+
 def main():
-    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--slides", action="store_true", help="make the slides")
-    p.add_argument("--live", action="store_true", help="make the live part alone")
-    p.add_argument("--notebook", action="store_true", help="make the notebook")
+    p = common.new_parser(__doc__)
+    kind = p.add_mutually_exclusive_group()
+    kind.add_argument("--slides", action="store_const", dest="kind", const="slides",
+                      help="make the slides")
+    kind.add_argument("--live", action="store_const", dest="kind", const="live",
+                      help="make the live part alone")
+    kind.add_argument("--notebook", action="store_const", dest="kind", const="notebook",
+                      help="make the notebook")
     p.add_argument("--out_dir", default="out/walkthrough", help="folder of the file (default: "
                    "%(default)s)")
+    p.set_defaults(kind="index")
     args = p.parse_args()
     out = Path(args.out_dir)
     out.mkdir(parents=True, exist_ok=True)
-    if args.notebook:
+    if args.kind == "notebook":
         out /= "walkthrough.ipynb"
         write_notebook(out)
     else:
-        name, make = (("slides", slides) if args.slides else ("live", live_page) if args.live else
-                      ("index", page))
-        out /= f"{name}.html"
+        out /= f"{args.kind}.html"
+        make = MAKERS[args.kind]
         out.write_text(make(), encoding="utf-8")
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 

@@ -22,6 +22,7 @@ from attention import layer_inputs
 from data.shapes import load_shapes
 from processes import finish, run_in, start
 from robust.patches import corrupt_patches
+from runs import refused
 from studies import arms
 from studies.stats import paired_t
 from vit import classifier_from_checkpoint
@@ -51,6 +52,18 @@ def test_committed_notebook_has_all_cells_executed():
         assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
     hidden = [cell["metadata"].get("jupyter", {}).get("outputs_hidden", False) for cell in cells]
     assert hidden == [kind == "answer" for kind, _ in woven] and sum(hidden) == 7
+
+
+def test_a_slide_of_one_paragraph_has_a_board():
+    """The last paragraph stands below a formula or a table; it is not taken from an empty board."""
+    split = page_maker.board_and_sentence
+    assert split("$$a$$\n\nA sentence.") == ("$$a$$", "A sentence.")
+    assert split("$$a$$") == ("$$a$$", "")
+    assert split("- one\n\n- two") == ("- one\n\n- two", "")
+
+
+def test_two_kinds_of_page_are_an_error():
+    assert "not allowed with argument" in refused(page_maker, "--slides --live")
 
 
 @functools.cache
