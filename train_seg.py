@@ -349,8 +349,7 @@ def main():
     args.stride = args.stride or args.window
     part = "val" if keep_best else "test"
     kind = "validation" if keep_best else "test"        # the word for messages
-    train, = load_segmentation(args, ["train"])
-    val, = load_segmentation(args, [part], seen={*inherited, *train.hashes})
+    train, val = load_segmentation(args, ["train", part], seen=inherited)
     common.print0(f"{args.data}: {len(train)} training, {len(val)} {kind} images, "
                   f"{len(train.classes)} classes")
     photos = args.data != "shapes"                      # scenes keep their size and colours
