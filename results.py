@@ -161,7 +161,7 @@ def add_result(args, model, checkpoint, began, *, fingerprint, **fields):
 
 def kind_of(config):
     """Describe a network's attention in words, for example softmax or rpc 4iter/layer0."""
-    encoder = getattr(config, "encoder", config)          # only a Segmenter has an encoder
+    encoder = getattr(config, "encoder_config", config)   # only a Segmenter has it
     text = getattr(encoder, "family", "") + config.attn   # the family of a FAN is "fan "
     if config.rpc_layers:
         layers = "layer" + ",".join(map(str, config.rpc_layers))

@@ -250,10 +250,10 @@ def eval_only_rows(script, weights, words, folder):
 def test_masks_of_other_images_are_another_row(tmp_path, monkeypatch):
     load = train_seg.load_test_images
 
-    def changed_images(args, checkpoint):
-        test, data, data_dir = load(args, checkpoint)
+    def changed_images(args, checkpoint, data, data_dir):
+        test = load(args, checkpoint, data, data_dir)
         test.images[0] += 1
-        return test, data, data_dir
+        return test
 
     words = ["--limit", 2, "--severities"]
     eval_only_rows(train_seg, "weights/seg_shapes_rpc.pt", words, tmp_path)
