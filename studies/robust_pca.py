@@ -293,6 +293,7 @@ def cost_rows(batch_size=64, rounds=21):
     batch, and the MB per image that autograd keeps for the backward pass.
     """
     device = torch.device("cpu")
+    torch.set_num_threads(1)                            # idle threads would count as CPU time
     nets = {arm: build(arm) for arm in ARMS}
     images = torch.rand(batch_size, 3, 32, 32)
     steps = {}

@@ -116,7 +116,7 @@ def test_page_is_short_and_its_results_have_links():
     assert len(README.split()) <= 2000
     table = README.split("## What we found")[1].split("\n\n")[2].splitlines()[2:]
     results = [row.strip("| ").split(" | ")[1] for row in table]
-    assert len(results) == 5
+    assert len(results) == 6
     for result in results:
         shown, link = re.fullmatch(r"(.*) \(\[[^]]+\]\(([^)#]+).*\)\)", result).groups()
         assert len(shown.split()) <= 20 and (ROOT / link).exists(), result

@@ -36,12 +36,23 @@ def published():
                 if re.fullmatch(r"-?[\d.]+", row["value"])]
 
 
+def claimed():
+    """Return the numbers of the lecture that studies.claims computes from the rows of a study."""
+    found = []
+    with open(ROOT / "studies/claims.csv", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if "lecture/" in row["pages"] and row["expression"].startswith("rpca"):
+                found += [float(x) for x in re.findall(r"\d+\.\d+", row["number"])]
+    return found
+
+
 def unfounded(text):
-    """List decimal numbers of the prose that neither a cell computed nor the paper prints."""
+    """List decimal numbers of the prose that no cell and no study computed, nor the paper prints."""
     prose = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$]+\$|`[^`]+`|\]\([^)]*\)|^!\[.*?$", " ", text,
                    flags=re.S | re.M)
     prose = re.sub(r"\b(eq\.|section|App\.) [\w.]+", " ", prose)
     known = [abs(x) for cell in NUMBERS.values() for x in cell.values()] + published() + [0.5]
+    known += claimed()
     return [shown for shown in re.findall(r"(?<![\w.,/])\d+\.\d+(?![\d.])", prose)
             if float(shown) not in [round(x, len(shown.split(".")[1])) for x in known]]
 
