@@ -248,7 +248,8 @@ class ShrinkSingularValues(torch.autograd.Function):
         slope = (top_i - top_j) / (s_i - s_j).masked_fill(equal, 1)
         slope = torch.where(equal, above[..., None], slope)             # d top / d s
         total = (s_i + s_j).clamp_min(1e-30)                            # two zeros: P is 0
-        P = tau[..., None] * slope / (top_i * top_j * total)
+        bottom = (top_i * top_j * total).clamp_min(1e-37)               # not 0, even if rounded
+        P = tau[..., None] * slope / bottom
         # An attack may call this inside autocast, whose bf16 products are too coarse here.
         with torch.autocast(X.device.type, enabled=False):
             turned = U.mT @ (X.mT @ dXM) @ U                            # U^T dM U

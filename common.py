@@ -301,7 +301,7 @@ def parse_layers(text, depth):
         layers += range(int(first), int(last) + 1)
     if not layers:                                      # 3-1
         raise InputError(f"--rpc_layers {text}: expected a layer, such as 0 or 0-3")
-    return tuple(layers)
+    return tuple(sorted(set(layers)))
 
 
 def check_new_run(folder):

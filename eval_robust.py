@@ -34,7 +34,6 @@ import os
 import runpy
 import sys
 import time
-import zlib
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,7 +58,7 @@ from robust.attacks import (check_adversarial, check_logits, check_repeats,
                             restarted, sld, spsa)
 from robust.autoattack import apgd, autoattack, square
 from robust.corruptions import CORRUPTIONS, NAMES, corrupt
-from robust.frost import load_frost
+from robust.frost import frost_hash
 from vit import ViTConfig, classifier_from_checkpoint, load_timm
 
 
@@ -215,6 +214,9 @@ def reject_useless_flags(args, typed):
         used.add("frost_dir")
     useless = optional - used
     common.reject_flags(typed & useless, f"with --measures {' '.join(args.measures)}")
+    for name in measures.intersection(FOLDERS):
+        if not getattr(args, name):
+            raise InputError(f"--measures {name} needs --{name}, the folder of its images")
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -501,7 +503,8 @@ def data_flags(args, models, classes):
     seen = set()
     for model in models:
         seen.update(model.seen)
-    flags |= dict(data=args.data, data_dir=args.data_dir, image_size=models[0].size)
+    flags |= dict(data=args.data, data_dir=args.data_dir, image_size=models[0].size,
+                  download=False)
     return flags | dict(classes=classes, seen=seen, crop=crop)
 
 
@@ -807,8 +810,7 @@ def corruption_settings(kind, args, data, size):
             hashes.append(fingerprint(copies)[:8])
         settings["released"] = "".join(hashes)
     elif kind == "frost" and args.frost_dir:
-        pixels = b"".join(t.numpy().tobytes() for t in load_frost(args.frost_dir))
-        settings["frost"] = f"{zlib.crc32(pixels):08x}"
+        settings["frost"] = frost_hash(args.frost_dir)
     return settings
 
 

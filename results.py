@@ -192,6 +192,9 @@ def recipe(trained):
     if not trained:
         return ""
     flags = {name: value for name, value in trained.items() if name not in NOT_RECIPE}
+    for name, value in flags.items():
+        if isinstance(value, float) and value.is_integer():             # a default can be 1, and
+            flags[name] = int(value)                                    # the typed flag 1.0
     text = json.dumps(flags, sort_keys=True, default=str)
     text = without_seed(text, trained.get("seed"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -360,7 +360,9 @@ def load_encoder(model, classifier, path):
     setting: weights of the same shapes would load, but compute something else. (The number of heads
     is not compared, because files with timm's names do not store it.)
     """
-    names = ("embed_dim", "depth", "patch_size", "attn", "rpc_layers", "pap")
+    names = ["embed_dim", "depth", "patch_size", "attn", "rpc_layers"]
+    if model.config.rpc_layers:                         # else pap describes the decoder only
+        names.append("pap")
     theirs = {name: getattr(classifier.config, name) for name in names}
     ours = {name: getattr(model.config, name) for name in names}
     theirs["architecture"] = "fan" if isinstance(classifier, FAN) else "vit"

@@ -46,6 +46,7 @@ from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
 from fan import FAN_SIZES
 from results import add_result
 from robust.corruptions import NAMES, corrupt
+from robust.frost import frost_hash
 from segmenter import (ENCODER_SIZES, SCORES, Segmenter, SegmenterConfig, encoder_size,
                        evaluate, load_encoder, segmenter_from_checkpoint)
 from vit import load_classifier
@@ -271,8 +272,7 @@ def evaluate_only(args, rank, world, device):
                    num_workers=num_workers, rank=rank, world=world)
 
     def add_row(name, index, began, numbers, settings):
-        settings = dict(settings, window=window, stride=stride,
-                        frost_dir=args.frost_dir)
+        settings = dict(settings, window=window, stride=stride)
         add_result(args, model, checkpoint, began, fingerprint=test_hash, data=data,
                    data_dir=data_dir, name=name, images=len(index), **numbers, settings=settings)
 
@@ -295,6 +295,8 @@ def evaluate_only(args, rank, world, device):
         for field in clean:
             numbers[field] = [result[field] for result in results]
         settings = dict(type=kind, severities=args.severities)
+        if kind == "frost" and args.frost_dir:
+            settings["frost"] = frost_hash(args.frost_dir)
         add_row("corruptions", index, began, numbers, settings)
         table.append(table_row(kind, index, results))
     common.print0(common.table(table, ["measure", "images", *SCORES]))

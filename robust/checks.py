@@ -206,7 +206,8 @@ def main():
     x, labels, *_ = next(eval_robust.batches(data, index, args))        # the only batch
     softmax_model = None
     for m in models:
-        if softmax_model is None and m.about["model"].startswith("softmax"):
+        config = getattr(m.net, "config", None)
+        if softmax_model is None and getattr(config, "attn", None) == "softmax":
             softmax_model = m.net
     for m in models:
         run_checks(m.net, x, labels, m.about["model"], softmax_model)

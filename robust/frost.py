@@ -1,5 +1,6 @@
 """Textures of the corruption "frost": ImageNet-C's five photographs, or synthetic noise."""
 
+import zlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,3 +70,9 @@ def scaled_frost(frost_dir, scale, H, W, device):
             x = x.round_().clamp_(0, 255)   # bicubic interpolation can overshoot
         textures.append(x[0].byte())
     return textures
+
+
+def frost_hash(folder):
+    """Return the CRC-32 of the photographs in a folder, 8 hex digits."""
+    pixels = b"".join(photo.numpy().tobytes() for photo in load_frost(folder))
+    return f"{zlib.crc32(pixels):08x}"

@@ -434,7 +434,9 @@ def test_eps_per_image_imports_no_sympy():
     (dict(images=torch.full((4, 3, 4, 4), 1 + 2e-6).double()), "expected 0 to 1"),
     (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities"),
     (dict(model=lambda x: 100 * x.flatten(1)[:, :5].softmax(1)), "probabilities in per cent"),
-    (dict(model=lambda x: Linear(5)(x).sigmoid()), "scores from 0 to 1")])
+    (dict(model=lambda x: (20 * x.flatten(1)[:, :5] * torch.arange(5)).sigmoid()),
+     "scores from 0 to 1"),
+    (dict(model=lambda x: Linear(9)(x).sigmoid()), "scores from 0 to 1")])
 def test_false_robustness_is_an_error(change, message):
     case = dict(model=Linear().eval(), images=torch.full((4, 3, 4, 4), 0.5, dtype=torch.float64),
                 eps=0.1)
@@ -447,6 +449,8 @@ def test_honest_scores_and_rounded_pixels_pass():
     attacks.check_logits(torch.zeros(8, 10))                    # an untrained head of zeros
     attacks.check_logits(torch.tensor([[0.3, 0.7001]]))         # by chance between 0 and 1
     attacks.check_logits(torch.tensor([[60.0, 30.0]]))
+    early = torch.tensor([0.15, 0.12]) + 1e-3 * torch.arange(64)[:, None]   # begin of a training
+    attacks.check_logits(early)
     attacks.check_inputs(Linear().eval(), torch.full((4, 3, 4, 4), 1 + 5e-7, dtype=torch.float64))
 
 

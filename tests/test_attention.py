@@ -308,6 +308,9 @@ def test_gradients_of_robust_pca_are_true():
     zeros = torch.zeros(6, 3, requires_grad=True)
     shrink_singular_values(zeros, torch.ones(1, 1)).sum().backward()
     assert (zeros.grad == 0).all()
+    tiny = torch.zeros(6, 3, requires_grad=True)                    # the denominator underflows
+    shrink_singular_values(tiny, torch.full((1, 1), 1e-9)).sum().backward()
+    assert (tiny.grad == 0).all()
 
 
 def test_rpca_layer_trains_with_constant_s():

@@ -152,6 +152,7 @@ def test_wrong_layers_are_one_line():
         with pytest.raises(InputError, match=f"^--rpc_layers {text}"):
             common.parse_layers(text, 4)
     assert common.parse_layers("0-1,3", 4) == (0, 1, 3) and common.parse_layers("all", 2) == (0, 1)
+    assert common.parse_layers("1,0,0", 4) == (0, 1)                # each layer once, in order
 
 
 def test_input_errors_are_one_line():

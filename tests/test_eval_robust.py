@@ -374,6 +374,7 @@ def test_order_of_checkpoints_decides_nothing():
     ("--measures frost --frost_dir x --corrupted_dir y", "--frost_dir: no effect with --corrupted"),
     ("--measures spsa --preset paper --eps 2/255", "--eps: no effect with"),
     ("--measures clean --imagenet_a x", "--imagenet_a: no effect with"),
+    ("--measures clean imagenet_a", "imagenet_a needs --imagenet_a"),
     ("--data_dir photos", "--data_dir photos would do nothing"),
     ("--table r --out_dir o", "--out_dir: no effect with --table"),
     ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),

@@ -213,6 +213,7 @@ def test_kinds_differ_in_their_recipe_not_in_the_seed():
         dict(seed=seed, lr=0.1, out_dir=f"out/{seed}", init_from=f"out/a_s{seed}/last.pt")))
         for seed in (0, 1)]
     assert same[0]["recipe"] == same[1]["recipe"]
+    assert results.recipe(dict(warmup_epochs=1)) == results.recipe(dict(warmup_epochs=1.0))
     longer = row("rpc, seed 2", recipe=results.recipe(dict(seed=2, lr=0.2)))
     table = results.seeds_table([*same, longer])
     assert "rpc like out/rpc, seed 0" in table and ", n 2" in table and "n 1" in table

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vit import resize_pos_embed
+from vit import ViT, ViTConfig, resize_pos_embed
 from common import InputError
 from data.masks import resize
 from fan import FAN, FANConfig
@@ -167,6 +167,16 @@ def test_a_fan_encoder_has_the_classifiers_tokens():
     assert m(x).shape == (2, 4, 32, 32)
     names = {name.split(".")[1] for name, _ in m.named_parameters() if name.startswith("encoder")}
     assert names == {"patch_embed", "pos_embed", "blocks", "norm"}      # DDP wants no unused ones
+
+
+def test_the_decoders_settings_are_not_the_backbones():
+    backbone = ViT(ViTConfig(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2,
+                             attn="symmetric"))
+    m = small(attn="symmetric", decoder_attn="rpc", pap=dict(n_iter=6))
+    load_encoder(m, backbone, "backbone.pt")                        # no encoder layer runs PAP
+    other = small(attn="rpc", pap=dict(n_iter=6))
+    with pytest.raises(InputError, match="attn is symmetric"):
+        load_encoder(other, backbone, "backbone.pt")
 
 
 def test_a_fan_encoder_reads_windows_of_any_size():
