@@ -41,6 +41,7 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 FORMS = {
     "released": dict(threshold="times", mu_dim="model", dual_sign=-1),  # the authors' code
@@ -229,6 +230,7 @@ class ShrinkSingularValues(torch.autograd.Function):
         return X @ M
 
     @staticmethod
+    @once_differentiable                # a second derivative would be wrong, so it is an error
     def backward(ctx, dXM):
         """Return the gradients of X and tau.
 

@@ -305,6 +305,10 @@ def test_gradients_of_robust_pca_are_true():
     X = (basis * torch.tensor([3.0, 3.0, 3.0, 1.0])).requires_grad_()   # three equal values
     tau = torch.full((1, 1), 2.0, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(shrink_singular_values, (X, tau))
+    loss = shrink_singular_values(X, tau).square().sum()
+    first, = torch.autograd.grad(loss, X, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
     zeros = torch.zeros(6, 3, requires_grad=True)
     shrink_singular_values(zeros, torch.ones(1, 1)).sum().backward()
     assert (zeros.grad == 0).all()

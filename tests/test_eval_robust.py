@@ -351,6 +351,13 @@ def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
     assert "worst eps=4/255 of=adaptive_pgd,pgd" in table
 
 
+def test_an_evaluation_downloads_nothing():
+    make_checkpoint(data="cifar10", download=True)
+    line = refused(eval_robust, "--device cpu --ckpt m.pt --data_dir missing")
+    assert "no folder 'missing/val'" in line
+    assert not Path("missing").exists()
+
+
 def test_order_of_checkpoints_decides_nothing():
     make_checkpoint("few.pt", num_images=400)
     make_checkpoint("more.pt", attn="softmax", num_images=800)
