@@ -140,8 +140,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
-    # All ones, (B, 1, N, 1), because no norm is negative. An ONNX export would give ones_like a
-    # fixed size.
+    # Ones, (B, 1, N, 1). The comparison is always true; ones_like would get a fixed size in an ONNX
+    # export.
     kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
         kept = kept * keep[:, None, :, None]                            # 0 for padding tokens
@@ -174,7 +174,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     dropout_p: dropout rate on A in the last step.
     shrink(x, tau): replaces `soft_threshold`, for example to give it another gradient.
     trace: a list that receives dict(S, K2, Q2, L) for each step. K2, Q2: the keys and queries of
-    the attention in line 4 of Algorithm 1. With dropout, the last L has it, too.
+    the attention in line 4 of Algorithm 1. dropout_p acts on the last L of the trace, too.
     keep: (B, N) bool, False for padding tokens. Padding tokens do not change other tokens.
 
     The steps run in float32, or in float64 if k is float64.
@@ -256,7 +256,8 @@ class ShrinkSingularValues(torch.autograd.Function):
         with torch.autocast(X.device.type, enabled=False):
             turned = U.mT @ (X.mT @ dXM) @ U                            # U^T dM U
             dG = U @ (P * turned) @ U.mT
-            dX = dXM @ M.mT + X @ dG + (dG @ X.mT).mT               # X is in X M once, in G twice
+            # product rule: one term for X in X M, two for G = X^T X
+            dX = dXM @ M.mT + X @ dG + (dG @ X.mT).mT
         df_dtau = -above / top                                          # f = 1 - tau / s, or 0
         dtau = (turned.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
         return dX, dtau[..., None, None]

@@ -23,7 +23,8 @@ from pathlib import Path
 
 # A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
 # sleep slow down the working threads if other programs run, too (docs/data.md). PyTorch reads the
-# variable when it is imported. A value that you set yourself stays.
+# variable when it is imported. A value that you set yourself stays. OMP_WAIT_POLICY chooses between
+# checking and sleeping, too; if you set it, it counts.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -280,9 +281,9 @@ def evaluation_data(args, trained, built_in):
     the program makes itself, without a folder. Returns (data, data_dir).
     """
     data = args.data or trained["data"]
-    if data == built_in and args.data_dir:
-        if args.data:
-            reject_flags({"data_dir"}, f"with --data {built_in}")
+    if args.data == built_in and args.data_dir:
+        reject_flags({"data_dir"}, f"with --data {built_in}")           # raises InputError
+    elif data == built_in and args.data_dir:
         data = "folder"
     data_dir = args.data_dir
     if not data_dir and data == trained["data"]:
@@ -566,11 +567,11 @@ def read_log(path):
     return rows
 
 
-def log_steps(path, step, pending, began, per_step, unit, **numbers):
+def log_steps(path, step, pending, since, per_step, unit, **numbers):
     """Log the mean loss, gradient norm and speed of the last steps; print loss and speed.
 
     step: the number of the last step. pending: one dict of 0-d tensors per step: loss, grad_norm,
-    your own numbers. Each mean is over steps and processes. began: the time.perf_counter() before
+    your own numbers. Each mean is over steps and processes. since: the time.perf_counter() before
     these steps. per_step: the number of units per step. unit: for example "images". numbers:
     other fields of the row. InputError if a loss or norm is not finite.
 
@@ -586,7 +587,7 @@ def log_steps(path, step, pending, began, per_step, unit, **numbers):
         recent = recent / dist.get_world_size()
         dist.all_reduce(recent)                                     # adds over processes
     recent = recent.cpu()
-    per_second = per_step * len(pending) / (time.perf_counter() - began)
+    per_second = per_step * len(pending) / (time.perf_counter() - since)
     first = step - len(pending) + 1
     for i, values in enumerate(recent.tolist(), first):
         values = dict(zip(names, values))

@@ -110,7 +110,7 @@ class TokenAttention(SelfAttention):
     def project(self, x):
         k, v = (split(y, self.num_heads) for y in self.kv(x).chunk(2, 2))
         q = k
-        if self.q:
+        if self.q is not None:
             q = split(self.q(x), self.num_heads)
         return q, k, v
 
@@ -178,7 +178,7 @@ class ClassAttention(nn.Module):
         k = self.k(z)
         v = self.v(z)
         q = k[:, :1]
-        if self.q:
+        if self.q is not None:
             q = self.q(z[:, :1])
         q, k, v = (split(y, self.num_heads) for y in (q, k, v))
         h = softmax_attention(q, k, v)

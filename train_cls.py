@@ -304,7 +304,8 @@ def check_holdout(init_checkpoint, args):
 
     init_checkpoint: the checkpoint of --init_from.
     """
-    if not args.holdout or "task" not in init_checkpoint:   # of DeiT, timm or the released code
+    from_others = "task" not in init_checkpoint             # DeiT, timm or the released code
+    if not args.holdout or from_others:
         return
     init_args = init_checkpoint["args"]
     if init_args.get("data") != args.data:
@@ -394,7 +395,7 @@ def main():
         args.epochs = max(8, round(1.8 * n ** 0.5))
     if args.warmup_epochs >= args.epochs:
         raise InputError(f"--warmup_epochs {args.warmup_epochs:g}: expected fewer than "
-                         f"--epochs {args.epochs}; otherwise the rate never reaches --lr")
+                         f"--epochs {args.epochs}; otherwise the whole run is warm-up")
     total = args.epochs * epoch_steps
     warmup = args.warmup_epochs * epoch_steps
 
@@ -402,7 +403,9 @@ def main():
     architecture = "fan" if args.model in FAN_SIZES else "vit"
     Model, Config = model_classes(architecture)
     size = (SIZES | FAN_SIZES)[args.model]
-    linear_init = "trunc_normal" if architecture == "fan" else "default"    # as in NVlabs/FAN
+    # A FAN begins as in NVlabs/FAN. A ViT begins with PyTorch's weights, as in the released code,
+    # which never calls DeiT's initialisation. ViTConfig's default is DeiT's.
+    linear_init = "trunc_normal" if architecture == "fan" else "default"
     config = Config(
         **size, image_size=args.image_size, patch_size=args.patch_size,
         num_classes=len(train.classes), attn=args.attn, drop_path=args.drop_path,
@@ -454,7 +457,7 @@ def main():
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
-    began = clock = time.perf_counter()
+    began = last_log = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
         lr = learning_rate(step, warmup, total, args)
@@ -489,11 +492,11 @@ def main():
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
         # norm is not finite.
         if logging:
-            common.log_steps(log, done, pending, began=clock, per_step=args.batch_size,
+            common.log_steps(log, done, pending, since=last_log, per_step=args.batch_size,
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}
+        metrics = {}                            # this step is not evaluated; the last step is
         if saving:
             common.share_buffers(model)
         if evaluating:
@@ -522,7 +525,7 @@ def main():
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
         if logging:                             # the speed excludes evaluation and saving
-            clock = time.perf_counter()
+            last_log = time.perf_counter()
             pending = []
 
     if metrics:                                 # of the last step, or of a finished run

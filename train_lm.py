@@ -18,6 +18,8 @@ Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small stan
 - Unknown words become <unk> instead of an error.
 - GPUs use bf16 (float32 with --no-amp).
 
+The three trainers share about 100 similar lines on purpose: each script is self-contained.
+
 Report the results of best.pt, the checkpoint with the lowest valid perplexity.
 
 A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several processes.
@@ -162,7 +164,7 @@ def get_args():
         args.warmup = args.steps // 2
     if args.warmup >= args.steps:
         raise InputError(f"--warmup {args.warmup}: expected fewer than --steps {args.steps}; "
-                         f"otherwise the rate never reaches --lr")
+                         f"otherwise the whole run is warm-up")
     if checkpoint:
         common.reject_flags(typed & {"out_dir"}, "with --resume")
         args.out_dir = args.resume
@@ -243,7 +245,7 @@ def evaluate_only(args, rank, world, device):
     # because <unk> would be too easy to predict.
     word = WORD
     if WORD not in vocab:
-        known = [word for word in vocab.words if word != UNK]
+        known = [entry for entry in vocab.words if entry != UNK]
         word = known[-1]
     table = []
     texts = lines_to_score(data, data_dir, checkpoint["seen"], was_spaced(checkpoint))
@@ -254,8 +256,8 @@ def evaluate_only(args, rank, world, device):
         swapped_tokens = vocab.encode_lines(swapped_lines)[:args.limit]
         swapped = torch.tensor(swapped[1:len(tokens)])          # the first token has no loss
 
-        def token_losses(text, stride, title):
-            return sliding_nll(model, text, window, stride, rank=rank, world=world,
+        def token_losses(text, step, title):
+            return sliding_nll(model, text, window, step, rank=rank, world=world,
                                progress=f"{split} {title}")
 
         sliding = token_losses(tokens, stride, "sliding")
@@ -407,7 +409,7 @@ def main():
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
-    began = clock = time.perf_counter()
+    began = last_log = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
         lr = learning_rate(step, args)
@@ -438,7 +440,7 @@ def main():
         # norm is not finite.
         if logging:
             step_tokens = args.batch_size * args.context
-            common.log_steps(log, done, pending, began=clock, per_step=step_tokens,
+            common.log_steps(log, done, pending, since=last_log, per_step=step_tokens,
                              unit="tokens", lr=lr)
 
         # Evaluate, and write a sample in the first process.
@@ -469,7 +471,7 @@ def main():
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
         if logging:                             # the speed excludes evaluation and saving
-            clock = time.perf_counter()
+            last_log = time.perf_counter()
             pending = []
 
     minutes = (time.perf_counter() - began) / 60

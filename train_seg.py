@@ -20,6 +20,8 @@ epochs of ADE20K. Differences from that code:
 - The result is the network after the last epoch. For your own images, a tenth of the images
   chooses the best network, best.pt.
 
+The three trainers share about 100 similar lines on purpose: each script is self-contained.
+
 A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several processes.
 """
 
@@ -153,7 +155,8 @@ def get_args():
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
     typed = common.typed_flags(p)
 
-    # An evaluation. The data of the training may choose two flags, so they are not known yet.
+    # An evaluation. Without the flags, the checkpoint chooses --data, and the data choose
+    # --num_workers: None.
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
         for name in {"data", "num_workers"} - typed:
@@ -428,7 +431,7 @@ def main():
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
-    began = clock = time.perf_counter()
+    began = last_log = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     for step in progress:
         lr = learning_rate(step, total, args)
@@ -467,11 +470,11 @@ def main():
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
         # norm is not finite.
         if logging:
-            common.log_steps(log, done, pending, began=clock, per_step=args.batch_size,
+            common.log_steps(log, done, pending, since=last_log, per_step=args.batch_size,
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}
+        metrics = {}                            # this step is not evaluated; the last step is
         if saving:
             common.share_buffers(model)
         if evaluating:
@@ -500,7 +503,7 @@ def main():
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)
         if logging:                             # the speed excludes evaluation and saving
-            clock = time.perf_counter()
+            last_log = time.perf_counter()
             pending = []
 
     if metrics:                                 # of the last step, or of a finished run

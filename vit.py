@@ -203,12 +203,11 @@ class ViT(nn.Module):
     def run_blocks(self, x, pos_embed):
         """Compute the tokens after the last block: normalised (B, 3, h, w) -> (B, N, C).
 
-        Token 0 is the class token. It belongs to no patch and attends to all patches. pos_embed:
-        (1, N, C).
+        Token 0 is the class token, which belongs to no patch.
+        pos_embed: (1, N, C).
         """
         x = self.patch_embed(x)                                 # (B, N - 1, C)
-        # `expand` from (1, C): from (1, 1, C), the gradient's strides would make DDP print a
-        # warning if B is 1.
+        # [0]: expanding the shape (1, 1, C) gives strides for which DDP prints a warning if B is 1.
         cls = self.cls_token[0].expand(x.shape[0], -1, -1)
         x = torch.cat([cls, x], 1) + pos_embed
         for block in self.blocks:
