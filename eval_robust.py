@@ -271,8 +271,9 @@ def own_imports(folder):
 def no_imports(folder):
     """Let every import of a module of the folder fail with ModuleNotFoundError.
 
-    An import after `own_imports` would find no module, or our module of the same name. The modules
-    of the project itself stay.
+    The modules of the folder are hidden after own_imports. So an import while the network runs
+    would fail, or find our module of the same name. Here it always fails. The modules of the
+    project itself stay.
     """
     names = module_names(folder)
     before = dict(sys.modules)
@@ -349,10 +350,10 @@ def load_file(path, size, device):
             raise
         raise InputError(f"--model {path}: the network imports {error.name} when it runs; expected "
                          f"this import at the top of {file.name} or inside {function}") from None
-    # `answer` stands for the files that `code` misses: files that are no modules. The weights are
-    # 1, 2, ..., so that exchanged logits change the sum.
-    weights = torch.arange(1, 1 + logits.shape[1])
-    answer = (logits[0].cpu() * weights).sum().item()
+    # code_hash covers modules only. So the row also stores an answer of the network, which changes
+    # with its other files. Different factors: swapped logits change the sum.
+    factors = torch.arange(1, 1 + logits.shape[1])
+    answer = (logits[0].cpu() * factors).sum().item()
     config = dict(build=path, answer=f"{answer:.4g}")
     # In `own_imports` our hidden modules are missing, so code_hash is called after it.
     about = dict(model=path, checkpoint=path, model_config=config, recipe="",
@@ -483,9 +484,9 @@ def data_flags(args, models, classes):
     """Return the flags for load_part, {name: value}. The order of the models does not matter.
 
     The loader of your own data set may read any flag of a training, so the flags on which all
-    trainings agree come first. Six settings replace them: data, data_dir and image_size of this
-    evaluation; num_images, the largest of all trainings; crop, as in the trainings; and seen, the
-    photos that a training used, which are left out.
+    trainings agree come first. These settings replace them: data, data_dir, image_size and classes
+    of this evaluation; num_images, the largest of all trainings; crop, as in the trainings; and
+    seen, the photos that a training used, which are left out.
     """
     trainings = [model.trained for model in models if model.trained]
     flags = {}
@@ -524,10 +525,10 @@ def choose(n, name, args):
     return epoch_order(n, epoch=0, seed=args.seed)[:limit]
 
 
-def batches(data, index, args, label=""):
+def batches(data, index, args, title=""):
     """Load this process's share of the images in batches on the device.
 
-    index: (n,) numbers of images in the data set. label: text of the progress bar.
+    index: (n,) numbers of images in the data set. title: text of the progress bar.
     Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[place] (b,), and place (b,):
     the rows of index, and of the results, that belong to the batch.
     """
@@ -542,7 +543,7 @@ def batches(data, index, args, label=""):
         keys = ((part, part) for part in parts)           # (numbers to return, images to load)
         loaded = image_batches(data, keys, args.num_workers, device)
     with_places = zip(loaded, places)
-    for batch, place in common.bar(with_places, label[:60], total=len(places), leave=False):
+    for batch, place in common.bar(with_places, title[:60], total=len(places), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
         yield pixels.float() / 255, labels, numbers, place.to(device)
 
@@ -595,8 +596,8 @@ class Measure(NamedTuple):
 def clean(model, source, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
     results = torch.zeros(len(index), 3, device=args.device)
-    label = f"clean, {model.about['model']}"
-    for x, labels, _, place in batches(source, index, args, label):
+    title = f"clean, {model.about['model']}"
+    for x, labels, _, place in batches(source, index, args, title):
         results[place] = scores(model.net(x).float(), labels)
     results = join_rows(results)
     loss = results[:, 2].mean().item()
@@ -621,19 +622,19 @@ def check_copies(copies, data, folder):
 def corrupted(model, source, index, args, *, kind):
     """Measure accuracy on corrupted images; each field is a list, one value per severity."""
     results = torch.zeros(len(args.severities), len(index), 3, device=args.device)
-    label = f"{kind}, {model.about['model']}"
+    title = f"{kind}, {model.about['model']}"
     if args.corrupted_dir:
         for i, severity in enumerate(args.severities):
             folder = Path(args.corrupted_dir, kind, str(severity))
             copies = open_folder(folder, source.classes, model.size, crop=1.0)  # already cropped
             check_copies(copies, source, folder)
-            for x, labels, _, place in batches(copies, index, args, label):
+            for x, labels, _, place in batches(copies, index, args, title):
                 results[i, place] = scores(model.net(x).float(), labels)
     else:
         if isinstance(source, ImageTree):
             source = copy.copy(source)
             source.resample = "bilinear"                  # as in the making of ImageNet-C
-        for x, labels, numbers, place in batches(source, index, args, label):
+        for x, labels, numbers, place in batches(source, index, args, title):
             pixels = (255 * x).round().byte()
             for i, severity in enumerate(args.severities):
                 changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
@@ -681,18 +682,18 @@ def attack_as_paper(net, x, numbers, attack, clip):
     return adv * net.std + net.mean
 
 
-def attacked(model, source, index, args, *, name, attack, own_eps):
+def attacked(model, source, index, args, *, name, attack, has_own_eps):
     """Measure accuracy under an attack, and how far the attacked images are from the originals.
 
-    attack: a function of (net, images, labels, *, index). own_eps: whether --eps has no effect on
-    it.
+    attack: a function of (net, images, labels, *, index).
+    has_own_eps: whether --eps has no effect on the attack.
     """
     net = model.net
     results = torch.zeros(len(index), 3, device=args.device)
     # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
     distances = torch.zeros(len(index), 4, dtype=torch.float64)
-    label = f"{name}, {model.about['model']}"
-    for x, labels, numbers, place in batches(source, index, args, label):
+    title = f"{name}, {model.about['model']}"
+    for x, labels, numbers, place in batches(source, index, args, title):
         if args.preset == "paper":
             clip = name in PAPER_CLIPS
             adv = attack_as_paper(net, x, numbers, attack, clip)
@@ -716,7 +717,7 @@ def attacked(model, source, index, args, *, name, attack, own_eps):
     return accuracy(join_rows(results), model.num_logits) | dict(
         max_linf=linf.max().item(), max_l2=l2.max().item(), max_l1=l1.max().item(),
         median_l2=l2.median().item(), mean_l2=l2.mean().item(),
-        outside=distances[:, 3].max().item(), own_eps=own_eps)
+        outside=distances[:, 3].max().item(), own_eps=has_own_eps)
 
 
 @torch.no_grad()
@@ -775,9 +776,9 @@ def plan(args, data, size):
             keywords = dict(attack.settings)
             if args.steps is not None and "steps" in keywords:
                 keywords["steps"] = args.steps
-            own_eps = attack.own_eps is not None
+            has_own_eps = attack.own_eps is not None
             budgets = args.eps or EPS[args.preset]
-            if own_eps:
+            if has_own_eps:
                 budgets = [attack.own_eps]
             for eps in budgets:
                 settings = dict(keywords)
@@ -786,7 +787,7 @@ def plan(args, data, size):
                 if args.preset == "paper":
                     settings["conditions"] = "paper"
                 call = partial(attack.run, eps=eps, seed=args.seed, **keywords)
-                run = partial(attacked, name=name, attack=call, own_eps=own_eps)
+                run = partial(attacked, name=name, attack=call, has_own_eps=has_own_eps)
                 yield Measure(name, settings, data, data_hash, run)
         elif name in FOLDERS:
             tree = open_folder(getattr(args, name), data.classes, size)
@@ -870,19 +871,21 @@ def main():
         if not len(index) or (measure.name == "imagenet_o" and not len(data.labels)):
             raise InputError(f"--measures {measure.name} needs --data_dir, the folder "
                              "that contains val/")
-        about = dict(data=args.data, data_dir=args.data_dir, name=measure.name,
-                     fingerprint=measure.fingerprint, settings=measure.settings,
-                     images=len(index), classes=len(measure.source.classes),
-                     seed=args.seed)
-        model_of = {row_key(model.about | about): model for model in models}
+        measured = dict(data=args.data, data_dir=args.data_dir, name=measure.name,
+                        fingerprint=measure.fingerprint, settings=measure.settings,
+                        images=len(index), classes=len(measure.source.classes),
+                        seed=args.seed)
+        model_of = {row_key(model.about | measured): model for model in models}
         common.same_everywhere(list(model_of),
                                f"networks, code, images or settings of {measure.name}")
         for key, model in model_of.items():
             if key not in finished:
-                row = model.about | about | origin
+                row = model.about | measured | origin
                 # Without PAP, an adaptive attack repeats the plain attack, whose row may be finished.
                 plain = PLAIN.get(measure.name)           # None: the attack is not adaptive
-                same = finished.get(row_key(row | dict(name=plain)))
+                same = None
+                if plain:
+                    same = finished.get(row_key(row | dict(name=plain)))
                 if same and not pap_steps(model.net, model.images):
                     row = same | dict(name=measure.name, same_as=plain)
                 else:

@@ -168,7 +168,8 @@ def kind_of(config):
         if len(config.rpc_layers) == config.depth:
             layers = "all-layer"
         text += f" {config.pap['n_iter']}iter/{layers}"
-        usual = default_settings(config.attn) | dict(mu_over="seen")        # of a language model
+        # mu_over="seen" is a language model's default; other networks have no mu_over.
+        usual = default_settings(config.attn) | dict(mu_over="seen")
         for name, value in config.pap.items():
             if name != "n_iter" and value != usual.get(name):
                 text += f", {name} {value}"
@@ -282,6 +283,7 @@ def worst_row(row):
     shared = {name: settings[name] for name in ("eps", "conditions") if name in settings}
     fields = (*KEY, "model", "checkpoint", "recipe")
     worst = {name: row.get(name) for name in fields}
+    # None: attacks on fewer or more images belong to the same worst case.
     return worst | dict(name="worst", settings=shared, images=None)
 
 

@@ -246,7 +246,7 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
     adv = images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
-        new_seed = (seed + 1_000_003 * run) % 2 ** 31               # unlike other seeds of yours
+        new_seed = (seed + 1_000_003 * run) % 2 ** 31   # far from the small seeds that people choose
         tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
                        index=index[rows], **settings)
         fooled = model(tried).argmax(1) != labels[rows]
@@ -281,17 +281,20 @@ def adam(grad, first, second, t, lr):
     return change, first, second
 
 
+GROUP = 16                              # pairs of probes whose signs are drawn together
+
+
 def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at the image x, `centre`; shaped as centre.
 
     The estimate is the mean of (m(x + delta v) - m(x - delta v)) / (2 delta) v over `pairs` tensors
-    v of random signs. A random number has 24 bits; 16 of them provide one sign for each v of a
-    group.
+    v of random signs. The v are drawn in groups of 16. A random number has 24 bits: bit j is the
+    sign of one entry of the group's v number j.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
-    for group in range(math.ceil(pairs / 16)):
-        n = min(16, pairs - 16 * group)                                     # pairs in this group
+    for group in range(math.ceil(pairs / GROUP)):
+        n = min(GROUP, pairs - GROUP * group)                               # pairs in this group
         place = torch.arange(n, device=centre.device, dtype=torch.int32)[:, None]
         all_bits = (uniform(index, grad.shape[1], *key, group) * 2 ** 24).int()     # (b, D)
         bits = (all_bits[:, None] >> place) & 1                             # (b, n, D)
@@ -332,7 +335,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
                         first=torch.zeros_like(x), second=torch.zeros_like(x))  # Adam's moments
 
     values = CPU_VALUES if x.device.type == "cpu" else GPU_VALUES
-    probes = 32                                                         # per image: 16 v and 16 -v
+    probes = 2 * GROUP                                                  # per image: v and -v
     chunk = max(1, values // x[0].numel() // probes)                    # images
     adv = images.clone()
     for t in range(1, steps + 1):
@@ -378,13 +381,14 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     clean_logits(model, images, clip=clip)                      # only for its checks
     size = images[0].numel()
     # Like cleverhans, take the largest entries from the int(0.99 size)-th smallest on.
-    one_per_cent = size - max(int(0.99 * size), 1) + 1          # entries
+    # They are about 1 % of the entries.
+    num_largest = size - max(int(0.99 * size), 1) + 1
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)
         grad = grad.flatten(1)
-        least = grad.abs().topk(one_per_cent).values[:, -1:]
+        least = grad.abs().topk(num_largest).values[:, -1:]
         largest = grad.abs() >= least
         step = (l1 / 10) * grad.sign() * largest
         step = step / largest.sum(1, keepdim=True)              # all of them share eps/10 equally
@@ -419,12 +423,13 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
                         first=torch.zeros_like(w), second=torch.zeros_like(w),  # Adam's moments
                         near=images, distance=far, last_loss=far)
 
-    def weighted_hinge(logits, labels):
-        return s.c * (margin(logits, labels) + confidence).clamp(min=0)
+    def weighted_hinge(logits, labels, c):
+        return c * (margin(logits, labels) + confidence).clamp(min=0)
 
     for t in range(1, steps + 1):
         adv = (s.w.tanh() + 1) / 2
-        logits, hinge, grad = input_gradient(weighted_hinge, model, adv, s.labels)
+        loss = partial(weighted_hinge, c=s.c)
+        logits, hinge, grad = input_gradient(loss, model, adv, s.labels)
         l2 = (adv - s.x).square().flatten(1).sum(1)
         better = (margin(logits, s.labels) + confidence < 0) & (l2 < s.distance)
         s.near = torch.where(column(better), adv, s.near)

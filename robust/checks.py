@@ -57,7 +57,10 @@ def gradients(model, x, y):
 
 
 def steps_and_restarts(model, x, y, eps, steps=20, **options):
-    """Check 2: five times the steps, or five restarts, fool no more images."""
+    """Check 2: five times the steps, or five restarts, fool no more images.
+
+    options: other keywords of pgd.
+    """
     adv = pgd(model, x, y, eps, steps=steps, **options)
     right_short = is_right(model, adv, y)
     adv = pgd(model, x, y, eps, steps=5 * steps, **options)

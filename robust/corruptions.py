@@ -109,10 +109,10 @@ def glass_blur(images, c, draw):
     """Blur with a Gaussian, shuffle pixels locally, blur again.
 
     The source visits the pixels from the last to the first and overwrites each with the pixel at a
-    random shift, the target. (It wants to swap them, but swaps two views of one array.) If the
-    target was visited earlier, it already holds a copy of its own target. So the copies form a
-    chain, whose last target is the pixel that arrives. A chain continues with probability < 0.43
-    per step, so 32 steps are enough. 5 doublings follow it for 32 steps.
+    random shift, the target. (It wants to swap them, but swaps two views of one array.) The copies
+    form chains. For example, pixel a copies b; b was visited earlier and copied c; so a receives c.
+    A chain continues with probability < 0.43 per step. Chains of more than 32 steps are too rare to
+    matter. 5 doublings make 2^5 = 32 steps.
     """
     sigma, d, _ = c
     B, C, H, W = images.shape
@@ -289,6 +289,7 @@ def elastic_transform(images, c, draw):
     inverse = torch.linalg.inv_ex(moved)[0]             # inv would wait for a GPU
     # This is inverse @ corners, (B, 3, 2), but @ would round differently for other batch sizes.
     to_source = (inverse[..., None] * corners).sum(2)
+    # rows of to_source: factors of across, factors of down, shift; columns: x and y of the source
     a, b, t = to_source[..., None, None].unbind(1)                               # (B, 2, 1, 1) each
     across, down = pixel_grid(H, W, x.device)
     source = a * across + b * down + t                                                # (B, 2, H, W)

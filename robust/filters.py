@@ -78,6 +78,7 @@ def motion(x, radius, sigma, angle):
     reach = 2 * radius
     length = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]       # of a shift
     weights = [math.exp(-i ** 2 / (2 * sigma ** 2)) for i in range(reach + 1)]
+    # nearest whole number, halves down, as in ImageMagick
     dy = (length * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()      # (shifts, B)
     dx = (length * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
     padded = F.pad(x, [reach] * 4, mode="replicate")
