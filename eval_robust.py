@@ -881,7 +881,8 @@ def main():
         for key, model in model_of.items():
             if key not in finished:
                 row = model.about | measured | origin
-                # Without PAP, an adaptive attack repeats the plain attack, whose row may be finished.
+                # Without PAP, an adaptive attack repeats the plain attack, whose row may be
+                # finished.
                 plain = PLAIN.get(measure.name)           # None: the attack is not adaptive
                 same = None
                 if plain:

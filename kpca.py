@@ -236,7 +236,8 @@ def basis(W):
     """Return an orthonormal basis of the columns of W, in W's shape; 0 beyond the rank."""
     Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
     U, size, _ = torch.linalg.svd(r, full_matrices=False)
-    return Q @ (U * (size > 1e-12 * size[..., :1])[..., None, :])
+    in_span = size > 1e-12 * size[..., :1]                      # up to the rank of W
+    return Q @ (U * in_span[..., None, :])
 
 
 def ritz(axes, a):
@@ -256,7 +257,8 @@ def eigen_cosine(axes, a):
     """Return the cosine between each column of a and G~ a, (..., Dv): 1 only for eigenvectors."""
     Ga = axes.G @ a
     length = a.norm(dim=-2)
-    return (a * Ga).sum(-2) / length.square() * length / Ga.norm(dim=-2)
+    rayleigh_quotient = (a * Ga).sum(-2) / length.square()      # the eigenvalue of an eigenvector
+    return rayleigh_quotient * length / Ga.norm(dim=-2)
 
 
 # --- robust PCA (App. D) --------------------------------------------------------------------------

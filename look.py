@@ -198,11 +198,12 @@ def print_sizes(layers, hit):
         for n, (S, filled) in enumerate(zip(layer.S, layer.filled), 1):
             row = [i, n, f"{filled:.0f} %"]
             if hit.any():
-                on = S[hit].mean().item()
-                off = S[~hit].mean().item()
-                row += [f"{on:.2f}", f"{off:.2f}"]
+                row += [f"{S[hit].mean().item():.2f}", f"{S[~hit].mean().item():.2f}"]
             rows.append(row)
         if layer.S and hit.any():
+            last_S = layer.S[-1]
+            on = last_S[hit].mean().item()
+            off = last_S[~hit].mean().item()
             if on > off:
                 word = "larger"
             elif on < off:
@@ -210,7 +211,7 @@ def print_sizes(layers, hit):
             else:
                 word = "not larger"
             verdicts.append(f"S is {word} on the noise than elsewhere: {on:.2f} "
-                            f"against {off:.2f} in layer {i}, step {n}; 1 is the mean "
+                            f"against {off:.2f} in layer {i}, step {len(layer.S)}; 1 is the mean "
                             "over all patches.")
     if rows:
         print(f"\n{common.table(rows, header)}")

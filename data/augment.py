@@ -163,7 +163,7 @@ def blend(images, which, strength, sign):
     """
     images = images.float()
     luma = constant(LUMA, images.device).view(3, 1, 1)
-    grey = (images * luma).sum(1, True)
+    grey = (images * luma).sum(1, keepdim=True)
     smooth = images.clone()                     # a 3 x 3 mean; the centre has weight 5, others 1
     rows = images[..., :-2] + images[..., 1:-1] + images[..., 2:]
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:]
@@ -241,9 +241,9 @@ def random_erase(images, u, positions, seed, prob):
     boxes = torch.stack([chosen, positions[chosen], top, left, w, first, area])     # (7, b)
     boxes = send(boxes, images.device)
     total = int(area.sum())
-    repeats = boxes[-1]                                 # area, on the device
-    columns = boxes.repeat_interleave(repeats, dim=1, output_size=total)            # (7, total)
-    sample, position, top, left, w, first, _ = columns
+    area_on_device = boxes[-1]
+    pixels = boxes.repeat_interleave(area_on_device, dim=1, output_size=total)      # (7, total)
+    sample, position, top, left, w, first, _ = pixels
     i = torch.arange(total, device=images.device) - first           # the pixel's number in its box
     y = top + i // w
     x = left + i % w
@@ -260,8 +260,8 @@ def mix(images, targets, seed, step, mixup=0.8, cutmix=1.0):
     """Mix each image and its target with the previous image of the batch: MixUp or CutMix.
 
     targets: (B, K). The previous image of the first one is the last one.
-    A fair coin chooses one of them if both arguments are > 0. The arguments are alpha of
-    Beta(alpha, alpha), from which the batch's share is drawn. seed and step determine all draws.
+    mixup, cutmix: alpha of Beta(alpha, alpha), from which the batch's share is drawn; 0: not used.
+    If both are > 0, a fair coin chooses MixUp or CutMix. seed and step determine all draws.
     """
     from torchvision.transforms.v2 import CutMix, MixUp
     with torch.random.fork_rng(devices=[]):             # torchvision has no argument `generator`

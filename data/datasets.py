@@ -131,7 +131,11 @@ def photo_groups(root):
 
 
 def find_photos(root, part):
-    """List the images of a part of your own folder: class names, [(path, label)]."""
+    """List the images of a part of your own folder: class names, [(path, label)].
+
+    InputError unless an image of every folder can be read. For "train", also decode all images, and
+    print how many cannot be read.
+    """
     groups = photo_groups(root)
     files = sum(groups.values(), [])
     classes = sorted({file.class_name for file in files})       # names in any part

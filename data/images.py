@@ -139,11 +139,12 @@ def part_folders(root):
     folders = {}
     for name, path in subfolders(root).items():
         part = PARTS.get(name.lower())
+        if part is None:
+            continue
         if part in folders:
             raise InputError(f"{root} contains two folders for one part: {folders[part]}, "
                              f"{path}")
-        if part:
-            folders[part] = path
+        folders[part] = path
     return folders or {"": root}
 
 
@@ -228,8 +229,8 @@ def choose_part(groups, part):
     test_folder = folder_of_test(groups)
     if test_folder:
         parts["test"] = groups[test_folder]
-    val_folder = test_folder == "test" and "val" in groups
-    if val_folder:
+    has_own_val = test_folder == "test" and "val" in groups
+    if has_own_val:
         parts["val"] = groups["val"]
     to_divide = files_to_divide(groups)
     if part == "all":
@@ -238,7 +239,7 @@ def choose_part(groups, part):
     def name_hash(file):
         return zlib.crc32(composed_name(file.name).encode())
 
-    def content(file):
+    def content_of(file):
         return file_pixels(file.path) or file.path      # an unreadable file has no copy
 
     classes = {}                                        # {class: [File]}
@@ -247,22 +248,22 @@ def choose_part(groups, part):
     part_of = {}                                        # {content: part}
     for class_name, files in classes.items():
         order = sorted(files, key=name_hash)
-        contents = dict.fromkeys(content(file) for file in order)       # each one once
-        new = [one for one in contents if one not in part_of]
-        tenth = max(round(len(new) / 10), 1)
+        contents = dict.fromkeys(content_of(file) for file in order)    # each one once
+        unassigned = [content for content in contents if content not in part_of]
+        tenth = max(round(len(unassigned) / 10), 1)
         n_test = 0 if test_folder else tenth
-        n_val = 0 if val_folder else tenth
-        if len(new) <= n_test + n_val:
+        n_val = 0 if has_own_val else tenth
+        if len(unassigned) <= n_test + n_val:
             least = n_test + n_val + 1
-            raise InputError(f"{class_name or 'the folder'} has {len(new)} images, expected "
+            raise InputError(f"{class_name or 'the folder'} has {len(unassigned)} images, expected "
                              f"at least {least} different ones, for the training, the choice "
                              f"of best.pt and the test")
-        last = len(new) - n_val
-        part_of.update(dict.fromkeys(new[:n_test], "test"))
-        part_of.update(dict.fromkeys(new[n_test:last], "train"))
-        part_of.update(dict.fromkeys(new[last:], "val"))
+        last = len(unassigned) - n_val
+        part_of.update(dict.fromkeys(unassigned[:n_test], "test"))
+        part_of.update(dict.fromkeys(unassigned[n_test:last], "train"))
+        part_of.update(dict.fromkeys(unassigned[last:], "val"))
         for file in order:
-            parts[part_of[content(file)]].append(file)
+            parts[part_of[content_of(file)]].append(file)
     return parts[part]
 
 

@@ -213,7 +213,9 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
     values, palette = read_values(mask_paths, rules)
 
     # A training, and an evaluation without rules, take the rules from these masks: if the values
-    # are 0 and 255 only, 255 is class 1. must_match: whether every class must occur.
+    # are 0 and 255 only, 255 is class 1. must_match: whether every class must occur. In a
+    # training's masks, every class must. A network of an earlier version has no rules: masks of 0
+    # and 255 fit it only if it has two classes.
     only_255 = values == {0, IGNORE}
     if rules is None:
         must_match = not classes or only_255

@@ -112,9 +112,10 @@ def is_text_file(data_dir):
 
 
 def is_spaced(data_dir):
-    """Return whether `separate_words` makes a text's lines; token files stay as they are.
+    """Return whether `separate_words` separates the words of a text: of a text file or of pydoc.
 
-    data_dir: a text file, a folder of token files, or None for the text pydoc.
+    It does not change token files. data_dir: a text file, a folder of token files, or None for
+    pydoc.
     """
     return not data_dir or is_text_file(data_dir)
 

@@ -83,18 +83,19 @@ def notebook_cells():
     for i, text in enumerate(sections()):
         # PICTURE has two groups, so the pieces are: text, alt, name, text, alt, name, text, ...
         pieces = re.split(PICTURE, text)
-        before, opened = without_opening(pieces[0])
+        before, details = without_opening(pieces[0])
         yield "markdown", before
         if i == 0:
             for code in FIRST_CELLS:
                 yield "code", code.replace("NAIVE_RPC", naive)
         for name, after in zip(pieces[2::3], pieces[3::3]):
-            kind = "answer" if opened else "code"
+            kind = "answer" if details else "code"
             yield kind, f"pictures.draw_{name}()"
-            # A text that was opened before the picture continues behind it.
-            after, next_opened = without_opening(after)
-            yield "markdown", opened + after
-            opened = next_opened
+            # The <details> before the picture goes behind it, because a cell cannot end inside
+            # <details>.
+            after, details_of_next = without_opening(after)
+            yield "markdown", details + after
+            details = details_of_next
 
 
 def without_opening(text):

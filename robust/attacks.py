@@ -246,7 +246,8 @@ def restarted(model, images, labels, eps, *, attack=pgd, restarts=5, seed=0, ind
     adv = images.clone()
     rows = torch.arange(len(images), device=images.device)              # not fooled yet
     for run in range(restarts):
-        new_seed = (seed + 1_000_003 * run) % 2 ** 31   # far from the small seeds that people choose
+        # far from the small seeds that people choose
+        new_seed = (seed + 1_000_003 * run) % 2 ** 31
         tried = attack(model, images[rows], labels[rows], eps[rows], seed=new_seed,
                        index=index[rows], **settings)
         fooled = model(tried).argmax(1) != labels[rows]
