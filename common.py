@@ -157,7 +157,7 @@ def nonnegative_int(text):
 
 
 def seed(text):
-    """Return a flag's seed, a whole number from 0 to 2**31 - 1: data/rng.py uses 32-bit integers."""
+    """Return a flag's seed, a whole number from 0 to 2**31 - 1, because data/rng.py uses int32."""
     value = int(text)
     check_range(text, value, 0, 2 ** 31 - 1)
     return value
