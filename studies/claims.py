@@ -377,10 +377,14 @@ def contrast(arm, kind, condition, base, what="difference"):
 def rpca(pair, measure, what="difference"):
     """Describe the difference of two arms of studies.robust_pca, "arm - baseline".
 
-    what: see `described`; "arm" and "baseline" return the mean accuracies.
+    what: see `described`; "arm" and "baseline" return the mean accuracies, and "equal loss" the
+    difference at equal clean loss.
     """
     found = robust_pca.read_rows()
     arm, base = pair.split(" - ")
+    if what == "equal loss":
+        rows = common.read_log(robust_pca.ROWS)
+        return show(robust_pca.at_equal_loss(rows, found, measure, arm, base))
     if what in ("arm", "baseline"):
         values = found[measure][arm if what == "arm" else base].values()
         return f"{np.mean([x.mean() for x in values]):.1f}"

@@ -36,8 +36,8 @@ from robust.attacks import pgd
 from robust.autoattack import square
 from robust.corruptions import NAMES, corrupt
 from robust.patches import corrupt_patches
-from studies import cost, probe
-from studies.stats import NONE, crossed, holm, show, show_p, spread
+from studies import cost, line, probe
+from studies.stats import NONE, crossed, holm, paired_t, show, show_p, spread
 from studies.where_is_s import auc, location
 from vit import SIZES, ViT, ViTConfig
 
@@ -147,6 +147,8 @@ ARMS = {                                # flags of train_cls.py; all arms: 8 epo
 }
 PRIMARY_PAIRS = (("rpca-4", "symmetric"), ("rpca-4", "shrunk"))
 PRIMARY = ("15 corruptions", "patches: noise", "pgd, worst")
+# The measures that studies/line.py has, too, and their names there.
+LINE_MEASURES = {"15 corruptions": "15 corruptions", "pgd, true gradient": "pgd 2/255"}
 
 
 # --- train ----------------------------------------------------------------------------------------
@@ -356,6 +358,46 @@ def primary_p(found):
     return holm(p)
 
 
+def slope_of_line(name):
+    """Return the points of accuracy per unit of log clean loss of the baseline, a negative number.
+
+    Source: the baseline networks of results/line, which were trained for 4 to 24 epochs.
+    """
+    networks = line.reference(line.stored("fresh"))
+    log_loss, accuracy = line.points(networks, LINE_MEASURES[name])
+    slope, _ = np.polyfit(log_loss, accuracy, 1)
+    return slope
+
+
+def at_equal_loss(rows, found, name, arm, base):
+    """Compare two arms in a measure at equal clean loss, seed by seed: a Difference.
+
+    From each difference of accuracies, this function subtracts what the baseline's line predicts
+    for the difference of the log clean losses. The interval is over seeds; the slope of the line
+    counts as exact.
+    """
+    losses = {(row["arm"], row["seed"]): row["loss"] for row in rows}
+    first = found[name][arm]
+    second = found[name][base]
+    slope = slope_of_line(name)
+    gaps = []
+    for seed in sorted(first.keys() & second.keys()):
+        predicted = slope * np.log(losses[arm, seed] / losses[base, seed])
+        gaps.append(first[seed].mean() - second[seed].mean() - predicted)
+    return paired_t(gaps)
+
+
+def equal_loss_table(rows, found):
+    """Format the differences from symmetric attention at equal clean loss: one row per arm."""
+    body = []
+    for arm in ARMS:
+        if arm != "symmetric" and arm in found["clean"]:
+            cells = [show(at_equal_loss(rows, found, name, arm, "symmetric"))
+                     for name in LINE_MEASURES]
+            body.append([f"{arm} minus symmetric", *cells])
+    return common.table(body, ["difference in points at equal clean loss", *LINE_MEASURES])
+
+
 def accuracy_table(found):
     """Format accuracies: one row per measure, one column per arm that was measured."""
     arms = [arm for arm in ARMS if arm in found["clean"]]
@@ -432,7 +474,8 @@ def main(argv=None):
     rows = common.read_log(args.rows)
     found = read_rows(args.rows)
     if rows:
-        print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n\n{area_table(rows)}\n")
+        print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n")
+        print(f"{equal_loss_table(rows, found)}\n\n{area_table(rows)}\n")
     if COSTS.exists():
         print(cost_table(common.read_log(COSTS)))
 

@@ -140,3 +140,23 @@ def test_holm_counts_all_six_tests():
     plain = {key: study.gap(found, *key).p for key in p}
     smallest = min(plain, key=plain.get)
     assert p[smallest] == pytest.approx(6 * plain[smallest])
+
+
+def test_networks_on_the_line_differ_by_nothing(monkeypatch):
+    """The accuracies differ only by what the line predicts, plus 2 points for one arm."""
+    monkeypatch.setattr(study, "slope_of_line", lambda name: -10.0)
+    losses = {"symmetric": (0.08, 0.09, 0.07), "rpca-4": (0.05, 0.12, 0.08)}
+    rows, found = [], {"15 corruptions": {}}
+    for arm, of in losses.items():
+        found["15 corruptions"][arm] = {}
+        for seed, loss in enumerate(of):
+            rows.append(dict(arm=arm, seed=seed, loss=loss))
+            accuracy = 80 - 10 * np.log(loss) + 2 * (arm == "rpca-4")
+            found["15 corruptions"][arm][seed] = np.full(5, accuracy)
+    d = study.at_equal_loss(rows, found, "15 corruptions", "rpca-4", "symmetric")
+    assert d.mean == pytest.approx(2) and d.n == 3
+
+
+def test_the_baselines_line_falls_with_the_loss():
+    for name in study.LINE_MEASURES:
+        assert study.slope_of_line(name) < -1
