@@ -107,7 +107,7 @@ def test_answers_stand_in_closed_details():
     assert len(re.findall("<summary>Answer</summary>", hour)) == hour.count("Hands up")
     shown = re.findall(r"pictures/(\w+)\.png", closed)
     assert shown == ["idea", "attack"]                  # neither answers a question
-    for answer in ("4.2", "0.99", "63.8", "0.37", "Below", "0.28"):
+    for answer in ("4.2", "0.99", "63.8", "0.37", "Lower", "0.28"):
         assert answer not in closed.split("## To take home")[0], answer
 
 
