@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-gc.disable()                    # until all tests are imported: collections take a fifth of that time
+gc.disable()                # until all tests are imported: collections take a fifth of that time
 
 # The process that starts the workers of xdist loads this file, too. It needs no PyTorch, whose
 # import takes seconds before the first worker starts. So the functions below import their modules.
