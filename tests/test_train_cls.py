@@ -326,7 +326,7 @@ def test_two_compiled_processes_equal_one(monkeypatch):
     import_compiler()
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(common, "LOG_EVERY", 1)
-    run = [*SMALL, "--max_steps", "3", "--adv_eps", "2/255", "--adv_steps", "1"]
+    run = [*SMALL, *"--max_steps 3 --adv_eps 2/255 --adv_steps 1 --n_iter 1".split()]
     group(train_cls.main, [*run, "--compile", "--out_dir", "two"])
     train(run, "--no-compile --out_dir one")
     assert [*log("two").values()] == pytest.approx([*log("one").values()], abs=3e-5)
@@ -343,7 +343,8 @@ def test_the_compiled_model_is_attacked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, mode: compiling(model, backend=count))
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     for how in ("--compile", "--no-compile"):
-        train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --out_dir", [f"a{how}"], how)
+        train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --n_iter 1 --out_dir",
+              [f"a{how}"], how)
     assert [*log("a--compile").values()] == pytest.approx([*log("a--no-compile").values()], abs=1e-5)
     assert len(graphs) == 2
 
