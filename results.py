@@ -8,9 +8,11 @@ measure. A row is a dict: what was measured (KEY), the numbers, and where they w
 """
 
 import base64
+import functools
 import hashlib
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -70,19 +72,40 @@ def network_key(row):
     return row_key(row, MODEL)
 
 
+@functools.cache
+def real_folder(folder):
+    return os.path.realpath(folder)
+
+
+def real_path(place):
+    """Return a path without symbolic links, as Path.resolve does.
+
+    Thousands of modules are loaded, but they are in few folders, so this is faster.
+    """
+    place = os.path.join(os.getcwd(), place)
+    if os.path.islink(place):
+        return os.path.realpath(place)
+    folder, name = os.path.split(place)
+    return os.path.join(real_folder(folder), name)
+
+
 def loaded_modules(folder):
     """Return {name: path} of the loaded modules below a folder, without installed libraries.
 
     A package without __init__.py has the path of its folder.
     """
     paths = {}
+    start = os.path.join(folder, "")                    # ends with "/"
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None)
         if place is None and hasattr(module, "__path__"):
             place = next(iter(module.__path__), None)
-        if place is not None:
-            path = Path(place).resolve()
-            if path.is_relative_to(folder) and "site-packages" not in path.parts:
+        if place is None:
+            continue
+        path = real_path(place)
+        if path.startswith(start):
+            path = Path(path)
+            if "site-packages" not in path.parts:
                 paths[name] = path
     return paths
 

@@ -1,6 +1,7 @@
 """Fixtures for tests/ and studies/tests/; load_golden reads the arrays of tests/golden/."""
 
 import functools
+import gc
 import os
 import shutil
 import subprocess
@@ -13,19 +14,23 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")   # one process per core, so one t
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("test_gpu" in word for word in sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import numpy as np
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import common  # noqa: E402: this import needs the path
+gc.disable()                # until all tests are imported: collections take a fifth of that time
+
+# The process that starts the workers of xdist loads this file, too. It needs no PyTorch, whose
+# import takes seconds before the first worker starts. So the functions below import their modules.
 
 
 def load_golden(name):
     """Read the arrays of a reference file as {name: tensor}; some files are too large for a clone.
     """
+    import numpy as np
+    import torch
+
     folders = ROOT / "tests/golden", ROOT.parent / "shared/golden"
     paths = [folder / f"{name}.npz" for folder in folders if (folder / f"{name}.npz").exists()]
     if not paths:
@@ -33,6 +38,12 @@ def load_golden(name):
     with np.load(paths[0]) as z:
         return {k: torch.from_numpy(np.array(z[k])) for k in z.files
                 if z[k].dtype.kind != "U"}                              # "meta" is text
+
+
+def pytest_collection_finish():
+    """Collect garbage from now on, but not among the imported modules: they live until the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +54,8 @@ def golden():
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory):
     """Copy the repository without tests and stored rows. No test may change this copy."""
+    import common
+
     tree = tmp_path_factory.mktemp("programs")
     listed = [".", ":!tests", ":!studies/tests", ":!studies/results"]
     for name in subprocess.check_output(["git", "ls-files", *listed], cwd=ROOT,
@@ -59,6 +72,8 @@ def programs(tmp_path_factory):
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
     """Work in an empty folder with one thread, so that processes agree bit for bit."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,10 +81,24 @@ def alone(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def two_layers(monkeypatch):
+    """Let the models nano and mini have a layer with RPC and a layer without it, for speed."""
+    from lm import LM_SIZES
+    from vit import SIZES
+
+    monkeypatch.setitem(SIZES["nano"], "depth", 2)
+    monkeypatch.setitem(LM_SIZES["mini"], "depth", 2)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Print a table of the measurements of test_gpu.py, if it was run by name."""
     if not any("test_gpu" in name for name in terminalreporter.config.args):
         return
+    import torch
+
+    import common
+
     reports = [r for of in terminalreporter.stats.values() for r in of
                if getattr(r, "when", "") == "call"]
     rows = [[*row, r.outcome] for r in reports for name, row in r.user_properties if name == "note"]

@@ -1,5 +1,6 @@
 """Run scripts in forked processes, which start without the seconds that imports take."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -10,9 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401: the first optimiser imports it, which takes 2 s in a fork
 
 import common
+
+if multiprocessing.parent_process() is None:
+    # The first optimiser imports it. That takes 2 s in a fork; a spawned process needs none.
+    import torch._dynamo  # noqa: F401
 
 
 def child(main, flags, env, out, err, log_every):
@@ -20,6 +24,7 @@ def child(main, flags, env, out, err, log_every):
 
     log_every: common.LOG_EVERY of the test, because a spawned process imports common again.
     """
+    gc.freeze()                         # a collection would look at all modules of the parent
     sys.stdout, sys.stderr = open(out, "w"), open(err, "w")
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stderr.fileno(), 2)
@@ -71,6 +76,15 @@ def run_in(tree, words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")
+
+
+def import_compiler():
+    """Compile a function: then torch.compile imports its modules once, and not in each fork.
+
+    The function has no gradient: after a compiled gradient, no fork could compute gradients.
+    """
+    torch.compile(torch.nn.functional.relu, backend="aot_eager")(torch.ones(1))
+    torch._dynamo.reset()
 
 
 def run_command(tree, words):

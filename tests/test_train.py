@@ -39,7 +39,7 @@ each = pytest.mark.parametrize("name", SCRIPTS)
 
 
 @pytest.fixture(autouse=True)
-def data_of_all_three(alone, monkeypatch):
+def data_of_all_three(alone, two_layers, monkeypatch):
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     make_text()
     make_pairs()

@@ -25,11 +25,11 @@ from data.datasets import DATASETS, DataSource
 from data.images import hash_pixels, read_image
 from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
-from processes import group, group_results
+from processes import group, group_results, import_compiler
 from runs import call, log, refused, rows
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = pytest.mark.usefixtures("alone", "two_layers")
 SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 "
          "--batch_size 16").split()
 train, bad = partial(call, train_cls.main), partial(refused, train_cls)
@@ -323,9 +323,10 @@ def compile_eagerly(model, mode):
 
 
 def test_two_compiled_processes_equal_one(monkeypatch):
+    import_compiler()
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(common, "LOG_EVERY", 1)
-    run = [*SMALL, "--max_steps", "3", "--adv_eps", "2/255", "--adv_steps", "1"]
+    run = [*SMALL, *"--max_steps 3 --adv_eps 2/255 --adv_steps 1 --n_iter 1".split()]
     group(train_cls.main, [*run, "--compile", "--out_dir", "two"])
     train(run, "--no-compile --out_dir one")
     assert [*log("two").values()] == pytest.approx([*log("one").values()], abs=3e-5)
@@ -342,7 +343,8 @@ def test_the_compiled_model_is_attacked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, mode: compiling(model, backend=count))
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     for how in ("--compile", "--no-compile"):
-        train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --out_dir", [f"a{how}"], how)
+        train(SMALL, "--max_steps 3 --adv_eps 2/255 --adv_steps 2 --n_iter 1 --out_dir",
+              [f"a{how}"], how)
     assert [*log("a--compile").values()] == pytest.approx([*log("a--no-compile").values()], abs=1e-5)
     assert len(graphs) == 2
 

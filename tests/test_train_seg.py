@@ -183,8 +183,9 @@ def fan_classifier(path):
     return model
 
 
-def test_a_fan_is_a_backbone(root, capsys):
+def test_a_fan_is_a_backbone(root, capsys, monkeypatch):
     """Its size needs no flag; the run resumes, and its checkpoint alone is evaluated."""
+    monkeypatch.setitem(FAN_SIZES["fan_tiny"], "depth", 2)
     backbone = fan_classifier("fan.pt")
     run = flags(ADE.replace("--model nano", ""), [root], "--size 32 --attn softmax --batch_size 3")
     assert "architecture is fan" in bad(run, "--backbone fan.pt --model tiny")

@@ -38,17 +38,24 @@ def test_shipped_files_store_settings_and_no_paths(name):
     assert config | checkpoint["model_config"] == config
 
 
+@pytest.fixture(scope="module")
+def scenes():
+    """Return a quarter of the test scenes, for speed."""
+    return load_shapes("test", 800)
+
+
 @pytest.mark.parametrize("attn", ["softmax", "symmetric", "rpc"])
-def test_classifiers_have_the_stated_recipe_and_accuracy(attn, tmp_path, monkeypatch):
+def test_classifiers_have_the_stated_recipe_and_accuracy(attn, scenes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint = common.load(WEIGHTS / f"shapes_{attn}.pt")
     today = vars(call(train_cls.get_args, "--attn", [attn])[0])
     known = today.keys() & checkpoint["args"].keys() - {"init", "out_dir"}
     assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
     assert checkpoint["classes"] == list(SHAPES)
-    model, scenes = classifier_from_checkpoint(checkpoint), load_shapes("test", 800)
-    with torch.no_grad():                                   # a quarter of the scenes, for speed
-        right = (model(scenes.images / 255).argmax(1) == scenes.labels).double().mean().item()
+    model = classifier_from_checkpoint(checkpoint)
+    with torch.no_grad():
+        logits = torch.cat([model(images / 255) for images in scenes.images.split(100)])
+    right = (logits.argmax(1) == scenes.labels).double().mean().item()
     assert 100 * right == pytest.approx(float(STATED[f"shapes_{attn}"]), abs=2)
 
 
