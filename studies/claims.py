@@ -212,7 +212,8 @@ def mean(files, *given):
     """Return the mean of a column, as text, over the rows that meet all conditions.
 
     given: conditions (column=pattern), then the column and a form of `written`. Of the rows that
-    meet the conditions, only the rows of the last training step count.
+    meet the conditions, only the rows of the last training step count. A list in the column, for
+    example one number per severity, counts as its mean.
     """
     *conditions, column, form = given
     rows = rows_of(files)
@@ -224,7 +225,8 @@ def mean(files, *given):
     found = [row for row in rows if float(row.get("step", 0)) == last]
     for part in column.split("."):
         found = [row[int(part) if isinstance(row, list) else part] for row in found]
-    return written([*map(float, found)], form)
+    values = [np.mean(np.asarray(entry, float)) for entry in found]
+    return written(values, form)
 
 
 def written(found, form):
