@@ -482,10 +482,13 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree.
+        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
+        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
+        # Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
         epoch = done / epoch_steps
-        evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
+        scheduled = done == total or done % (args.eval_every * epoch_steps) == 0
+        evaluating = scheduled or done == stop
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
@@ -512,7 +515,7 @@ def main():
         # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
             better = False
-            if keep_best and evaluating:
+            if keep_best and scheduled:
                 better = metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)

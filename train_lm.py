@@ -431,9 +431,12 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree.
+        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
+        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
+        # Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
-        evaluating = done == stop or done % args.eval_every == 0
+        scheduled = done == args.steps or done % args.eval_every == 0
+        evaluating = scheduled or done == stop
         logging = evaluating or done % common.LOG_EVERY == 0
 
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
@@ -460,7 +463,9 @@ def main():
 
         # Save. A resumed run repeats what came after the last save.
         if evaluating and rank == 0:
-            better = metrics["perplexity"] < best.get("perplexity", math.inf)
+            better = False
+            if scheduled:
+                better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="language modelling", args=vars(args), step=done,
