@@ -227,7 +227,7 @@ def evaluate_only(args, rank, world, device):
     attacked_unswapped: like attacked, without the loss of the inserted words.
     clean_unswapped: like sliding, without the loss of the words that the swap replaces. So the
         difference from attacked_unswapped is the effect of the swap on the other words.
-    unknown: per cent of the words that are not in the vocabulary.
+    unknown: per cent of the tokens that are <unk>. The <eos> of each line is a token, too.
     swapped: the number of replaced words. word: the word that replaces them.
     """
     checkpoint = common.load(args.eval_only)
