@@ -132,7 +132,7 @@ def get_args():
     common.running_flags(flag)
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
-    args, checkpoint = common.parse_flags(p, recipes, default="shapes")
+    args, checkpoint = common.parse_flags(p, recipes, default="shapes", task="classification")
     typed = common.typed_flags(p)
     reject_useless_flags(args, typed)
     if args.download and not args.data_dir:

@@ -141,7 +141,8 @@ def get_args():
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
     common.running_flags(flag)
 
-    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc",
+                                          task="language modelling")
     typed = common.typed_flags(p)
     if args.sample:
         common.reject_flags(typed - IN_SAMPLING, "with --sample")

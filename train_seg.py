@@ -152,7 +152,7 @@ def get_args():
     flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
     common.running_flags(flag)
 
-    args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="shapes", task="segmentation")
     typed = common.typed_flags(p)
 
     # An evaluation. Without the flags, the checkpoint chooses --data, and the data choose

@@ -183,6 +183,14 @@ def test_resume_rejects_other_runs_and_takes_flags(name):
 
 
 @each
+def test_a_run_of_another_task_is_refused(name):
+    other = dict(cls="seg", lm="cls", seg="lm")[name]
+    train(other, "--max_steps 1 --out_dir a")
+    line = refused(SCRIPTS[name], "--resume a")
+    assert "the checkpoint is for " in line and "expected one for " in line
+
+
+@each
 def test_amp_is_bf16_in_training(name):
     losses = []
     for amp in ("--amp", "--no-amp"):
