@@ -140,9 +140,15 @@ def find_photos(root, part):
     files = sum(groups.values(), [])
     classes = sorted({file.class_name for file in files})       # names in any part
     if len(classes) < 2:
+        parts = part_folders(root)
+        hint = ""
+        if "" not in parts:
+            reserved = ", ".join(parts.values())
+            hint = (f"; a folder with the name train, val or test is a part, no class "
+                    f"({reserved}); if it is a class, rename it")
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
                          f"expected 2 or more: {root}/<class>/*.jpg, or "
-                         f"{root}/train/<class>/*.jpg")
+                         f"{root}/train/<class>/*.jpg{hint}")
     trained = {file.class_name for file in files_to_divide(groups)}
     missing = [name for name in classes if name not in trained]
     if missing and part != "all":
