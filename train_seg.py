@@ -30,6 +30,7 @@ import os
 import time
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -242,15 +243,6 @@ def load_test_images(args, checkpoint, data, data_dir):
     return test
 
 
-def corruption(kind, severity, args):
-    """Return a function change(images, index) for `evaluate`, which corrupts images."""
-    def change(images, index):
-        return corrupt(images, kind, severity, seed=args.seed, index=index,
-                       frost_dir=args.frost_dir)
-
-    return change
-
-
 def evaluate_only(args, rank, world, device):
     """Print the scores of a checkpoint, and append them to results.jsonl as rows.
 
@@ -291,8 +283,9 @@ def evaluate_only(args, rank, world, device):
         began = time.perf_counter()
         results = []
         for severity in args.severities:
-            result = evaluate(model, test, index=index, progress=kind,
-                              change=corruption(kind, severity, args), **options)
+            change = partial(corrupt, name=kind, severity=severity, seed=args.seed,
+                             frost_dir=args.frost_dir)
+            result = evaluate(model, test, index=index, progress=kind, change=change, **options)
             results.append(result)
         numbers = {}
         for field in clean:
