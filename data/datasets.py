@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from common import InputError, bar, print0
 from data.images import (File, ImageTree, Split, central_square, choose_part, class_entries,
@@ -31,12 +30,6 @@ def cifar10(part, args):
     """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
     if not args.data_dir:
         raise InputError("--data cifar10 needs --data_dir, its folder")
-    if args.image_size != 32:
-        raise InputError(f"--data cifar10 has images of 32 x 32 pixels, but --image_size, or "
-                         f"the image size of the network, is {args.image_size}; expected 32")
-    if args.download and dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError("--download: all processes would write the same files; download with "
-                         "one process, then start torchrun without --download")
     if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
         from torchvision.datasets import CIFAR10
         dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
