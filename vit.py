@@ -83,7 +83,8 @@ def complete_attention(config):
 
 def outside_attention(attn):
     """Return the attention of the layers without RPC-Attention. attn: a value of --attn."""
-    return layer_attention(attn, i=0, rpc_layers=())
+    _, outside = LAYER_PATTERNS.get(attn, (attn, attn))
+    return outside
 
 
 # --- modules --------------------------------------------------------------------------------------
