@@ -198,17 +198,17 @@ DATASETS = {
 
 # --- load a part ----------------------------------------------------------------------------------
 
-# The flags of load_part that a caller may leave out. The last two are no flags of train_cls.py.
+# The flags of load_part that a caller may leave out. classes and seen are no flags of train_cls.py,
+# and neither is crop, whose default is the data set's.
 DEFAULTS = dict(num_images=16000, seed=0, download=False, classes=None, seen=())
 
 
 def load_part(part, flags, device):
     """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
 
-    flags: a dict of flags of train_cls.py; DEFAULTS has the flags that may be left out. It may also
-    have three settings that are no flags: classes, ImageNet's class names in the order of the
-    labels; seen, `image_hashes` of your own images to leave out; crop, the share of the short side
-    in the evaluation crop.
+    flags: a dict of flags of train_cls.py, and of three settings: classes, ImageNet's class names
+    in the order of the labels; seen, `image_hashes` of your own images to leave out; crop, the
+    share of the short side in the evaluation crop. See DEFAULTS for those that may be left out.
     """
     name = flags["data"]
     source = DATASETS[name]
