@@ -283,9 +283,9 @@ def evaluation_data(args, trained, built_in):
     the program makes itself, without a folder. Returns (data, data_dir).
     """
     data = args.data or trained["data"]
-    if args.data == built_in and args.data_dir:
-        reject_flags({"data_dir"}, f"with --data {built_in}")           # raises InputError
-    elif data == built_in and args.data_dir:
+    if data == built_in and args.data_dir:
+        if args.data:
+            raise InputError(f"--data_dir: no effect with --data {built_in}; remove it")
         data = "folder"
     data_dir = args.data_dir
     if not data_dir and data == trained["data"]:

@@ -53,8 +53,8 @@ def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
     boolean = BooleanOptionalAction                                 # --name and --no-name
-    # A recipe in data/datasets.py overrides the defaults of these help texts. flag(...) adds a flag
-    # to a group of --help.
+    # The defaults in the help texts hold unless a recipe in data/datasets.py sets others. flag(...)
+    # adds a flag to a group of --help.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
@@ -378,8 +378,8 @@ def main():
     if args.init_from and not args.resume:
         init_checkpoint = common.load(args.init_from)
         check_holdout(init_checkpoint, args)
-        seen = init_checkpoint.get("seen", [])          # earlier versions have no "trained"
-        inherited = init_checkpoint.get("trained", seen)
+        # Checkpoints of an earlier version have "seen" only.
+        inherited = init_checkpoint.get("trained", init_checkpoint.get("seen", []))
     if args.download and world > 1:
         raise InputError("--download: expected one process; download the data without torchrun "
                          "first, for example with --max_steps 1")
@@ -453,7 +453,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -499,7 +499,7 @@ def main():
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}                            # this step is not evaluated; the last step is
+        metrics = {}                            # stays empty unless this step is evaluated
         if saving:
             common.share_buffers(model)
         if evaluating:

@@ -286,8 +286,9 @@ def evaluate_only(args, rank, world, device):
 
 
 def was_spaced(checkpoint):
-    """Return whether `separate_words` made the lines of the training; then it makes others, too.
+    """Return whether `separate_words` made the lines of the training.
 
+    If so, it must make the lines of an evaluation and of a prompt, too.
     Checkpoints of an earlier version do not have the field `spaced`. Their text was a text file,
     whose paragraphs `seen` names, or pydoc, or else token files.
     """
@@ -341,7 +342,7 @@ def main():
         common.print0(sample(model, vocab, args, device, was_spaced(checkpoint)))
         return
     if args.eval_only:
-        common.use_bf16(False, device)                  # in float32, also without TF32
+        common.use_bf16(False, device)                  # sets plain float32, without TF32
         return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
@@ -406,7 +407,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     last = min(args.steps, args.max_steps or args.steps)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")

@@ -156,12 +156,12 @@ def get_args():
     args, checkpoint = common.parse_flags(p, RECIPES, default="shapes", task="segmentation")
     typed = common.typed_flags(p)
 
-    # An evaluation. Without the flags, the checkpoint chooses --data, and the data choose
-    # --num_workers: None.
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
-        for name in {"data", "num_workers"} - typed:
-            setattr(args, name, None)
+        if "data" not in typed:
+            args.data = None                    # evaluation_data takes the training's data
+        if "num_workers" not in typed:
+            args.num_workers = None             # the recipe of the data chooses it
         return args, checkpoint
 
     # A training, new or resumed.
@@ -325,7 +325,7 @@ def main():
     # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     if args.eval_only:
-        common.use_bf16(False, device)                  # in float32, also without TF32
+        common.use_bf16(False, device)                  # sets plain float32, without TF32
         return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
@@ -420,7 +420,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -470,7 +470,7 @@ def main():
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}                            # this step is not evaluated; the last step is
+        metrics = {}                            # stays empty unless this step is evaluated
         if saving:
             common.share_buffers(model)
         if evaluating:
