@@ -103,16 +103,18 @@ def new_parser(doc):
                                    formatter_class=layout, allow_abbrev=False)
 
 
-def parse_flags(parser, recipes, default):
+def parse_flags(parser, recipes, default, task):
     """Parse the flags. Priority: command line, then the run of --resume, then the recipe of --data.
 
     recipes: {data set: {flag: value}}. default: the data set if neither --data nor --data_dir is
-    given. Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
+    given. task: what the script trains for; the checkpoint of --resume must have the same task.
+    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
     choices = choosing_flags()
     checkpoint = {}
     if choices.resume:
         checkpoint = load(Path(choices.resume, "last.pt"))
+        check_task(checkpoint, task, parser.prog)
     restored = dict(checkpoint.get("args", {}))
     for name in NOT_RESTORED:
         restored.pop(name, None)
@@ -281,9 +283,9 @@ def evaluation_data(args, trained, built_in):
     the program makes itself, without a folder. Returns (data, data_dir).
     """
     data = args.data or trained["data"]
-    if args.data == built_in and args.data_dir:
-        reject_flags({"data_dir"}, f"with --data {built_in}")           # raises InputError
-    elif data == built_in and args.data_dir:
+    if data == built_in and args.data_dir:
+        if args.data:
+            raise InputError(f"--data_dir: no effect with --data {built_in}; remove it")
         data = "folder"
     data_dir = args.data_dir
     if not data_dir and data == trained["data"]:

@@ -28,12 +28,12 @@ FAN_SIZES = {                                                  # parameters at 2
 }
 
 
-class FANConfig(ViTConfig):
+class FANConfig(ViTConfig):           # no @dataclass: it has the fields of ViTConfig, and no others
     """Settings of a FAN. patch_size: 2, 4, 8 or 16.
 
     drop_path: the rate in all blocks of patch tokens. The two class blocks drop nothing.
     """
-    family = "fan "                   # not a setting: begins the name in tables, "fan symmetric"
+    family = "fan "                   # begins the name in tables, "fan symmetric"
 
     def __post_init__(self):
         super().__post_init__()

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import SelfAttention, layer_attention
-from common import InputError, check_task, wide
+from common import WITHOUT_PAP, InputError, check_task, wide
 from vit import complete_attention
 
 LM_SIZES = {
@@ -66,8 +66,9 @@ class LMConfig:
         self.cutoffs = tuple(self.cutoffs)              # equal configs, also if made from lists
 
     @property
-    def reads_the_future(self):       # mean|k| runs over all tokens, also later ones
-        return self.pap["mu_over"] == "all" and bool(self.rpc_layers)
+    def reads_the_future(self):       # mean|k| runs over all tokens, also later ones; your own
+                                      # attention may use it in every layer
+        return self.pap["mu_over"] == "all" and self.attn not in WITHOUT_PAP
 
 
 # --- modules --------------------------------------------------------------------------------------

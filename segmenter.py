@@ -304,10 +304,10 @@ def evaluate(model, source, *, size, window, stride, index=None, change=None, am
     source: source[i] returns an image (3, H, W) and a label (H, W), uint8; classes are counted from
     0, and 255 is ignored. size, window, stride: see predict_classes. index: numbers i of the images
     to use (default: all). change: a function that corrupts an image before it is resized:
-    change(images, [i]) takes image i of source, (1, 3, H, W) uint8, and returns the same shape and
-    type. amp: compute in bf16. num_workers: decoding processes. rank, world: each process evaluates
-    its share of the images, and returns the scores on all images. progress: text of the progress
-    bar.
+    change(images, index=[i]) takes image i of source, (1, 3, H, W) uint8, and returns the same
+    shape and type. amp: compute in bf16. num_workers: decoding processes. rank, world: each process
+    evaluates its share of the images, and returns the scores on all images. progress: text of the
+    progress bar.
     """
     if index is None:
         index = range(len(source))
@@ -322,7 +322,7 @@ def evaluate(model, source, *, size, window, stride, index=None, change=None, am
     for i, (image, label) in zip(mine, loader):
         image = image.to(device)
         if change:
-            image = change(image[None], [i])[0]
+            image = change(image[None], index=[i])[0]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             classes = predict_classes(model, image, size=size, window=window, stride=stride)
         matrix += confusion(classes, label.to(device), K)

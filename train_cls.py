@@ -53,8 +53,8 @@ def get_args():
     """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
     p = common.new_parser(__doc__)
     boolean = BooleanOptionalAction                                 # --name and --no-name
-    # A recipe in data/datasets.py overrides the defaults of these help texts. flag(...) adds a flag
-    # to a group of --help.
+    # The defaults in the help texts hold unless a recipe in data/datasets.py sets others. flag(...)
+    # adds a flag to a group of --help.
     flag = p.add_argument_group("data").add_argument
     flag("--data", choices=DATASETS, help="data set; its recipe sets defaults of other "
          "flags (default: folder, your own images, if --data_dir is given, else "
@@ -132,7 +132,7 @@ def get_args():
     common.running_flags(flag)
 
     recipes = {name: data.recipe for name, data in DATASETS.items()}
-    args, checkpoint = common.parse_flags(p, recipes, default="shapes")
+    args, checkpoint = common.parse_flags(p, recipes, default="shapes", task="classification")
     typed = common.typed_flags(p)
     reject_useless_flags(args, typed)
     if args.download and not args.data_dir:
@@ -378,8 +378,8 @@ def main():
     if args.init_from and not args.resume:
         init_checkpoint = common.load(args.init_from)
         check_holdout(init_checkpoint, args)
-        seen = init_checkpoint.get("seen", [])          # earlier versions have no "trained"
-        inherited = init_checkpoint.get("trained", seen)
+        # Checkpoints of an earlier version have "seen" only.
+        inherited = init_checkpoint.get("trained", init_checkpoint.get("seen", []))
     if args.download and world > 1:
         raise InputError("--download: expected one process; download the data without torchrun "
                          "first, for example with --max_steps 1")
@@ -453,7 +453,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -482,10 +482,13 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree.
+        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
+        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
+        # Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
         epoch = done / epoch_steps
-        evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
+        scheduled = done == total or done % (args.eval_every * epoch_steps) == 0
+        evaluating = scheduled or done == stop
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
@@ -496,7 +499,7 @@ def main():
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}                            # this step is not evaluated; the last step is
+        metrics = {}                            # stays empty unless this step is evaluated
         if saving:
             common.share_buffers(model)
         if evaluating:
@@ -512,7 +515,7 @@ def main():
         # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
             better = False
-            if keep_best and evaluating:
+            if keep_best and scheduled:
                 better = metrics["loss"] < best.get("loss", math.inf)
             if better:
                 best = dict(step=done, **metrics)

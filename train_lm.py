@@ -141,7 +141,8 @@ def get_args():
     flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
     common.running_flags(flag)
 
-    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc",
+                                          task="language modelling")
     typed = common.typed_flags(p)
     if args.sample:
         common.reject_flags(typed - IN_SAMPLING, "with --sample")
@@ -227,7 +228,7 @@ def evaluate_only(args, rank, world, device):
     attacked_unswapped: like attacked, without the loss of the inserted words.
     clean_unswapped: like sliding, without the loss of the words that the swap replaces. So the
         difference from attacked_unswapped is the effect of the swap on the other words.
-    unknown: per cent of the words that are not in the vocabulary.
+    unknown: per cent of the tokens that are <unk>. The <eos> of each line is a token, too.
     swapped: the number of replaced words. word: the word that replaces them.
     """
     checkpoint = common.load(args.eval_only)
@@ -285,8 +286,9 @@ def evaluate_only(args, rank, world, device):
 
 
 def was_spaced(checkpoint):
-    """Return whether `separate_words` made the lines of the training; then it makes others, too.
+    """Return whether `separate_words` made the lines of the training.
 
+    If so, it must make the lines of an evaluation and of a prompt, too.
     Checkpoints of an earlier version do not have the field `spaced`. Their text was a text file,
     whose paragraphs `seen` names, or pydoc, or else token files.
     """
@@ -340,7 +342,7 @@ def main():
         common.print0(sample(model, vocab, args, device, was_spaced(checkpoint)))
         return
     if args.eval_only:
-        common.use_bf16(False, device)                  # in float32, also without TF32
+        common.use_bf16(False, device)                  # sets plain float32, without TF32
         return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
@@ -405,7 +407,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     last = min(args.steps, args.max_steps or args.steps)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -431,9 +433,12 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree.
+        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
+        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
+        # Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
-        evaluating = done == stop or done % args.eval_every == 0
+        scheduled = done == args.steps or done % args.eval_every == 0
+        evaluating = scheduled or done == stop
         logging = evaluating or done % common.LOG_EVERY == 0
 
         # Log the means over the steps since the last row. This ends the run if a loss or gradient
@@ -460,7 +465,9 @@ def main():
 
         # Save. A resumed run repeats what came after the last save.
         if evaluating and rank == 0:
-            better = metrics["perplexity"] < best.get("perplexity", math.inf)
+            better = False
+            if scheduled:
+                better = metrics["perplexity"] < best.get("perplexity", math.inf)
             if better:
                 best = dict(step=done, **metrics)
             state = dict(task="language modelling", args=vars(args), step=done,

@@ -30,6 +30,7 @@ import os
 import time
 from argparse import Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
@@ -152,15 +153,15 @@ def get_args():
     flag("--out_dir", help="folder of the run (default: out/seg_<data>_<attn>)")
     common.running_flags(flag)
 
-    args, checkpoint = common.parse_flags(p, RECIPES, default="shapes")
+    args, checkpoint = common.parse_flags(p, RECIPES, default="shapes", task="segmentation")
     typed = common.typed_flags(p)
 
-    # An evaluation. Without the flags, the checkpoint chooses --data, and the data choose
-    # --num_workers: None.
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
-        for name in {"data", "num_workers"} - typed:
-            setattr(args, name, None)
+        if "data" not in typed:
+            args.data = None                    # evaluation_data takes the training's data
+        if "num_workers" not in typed:
+            args.num_workers = None             # the recipe of the data chooses it
         return args, checkpoint
 
     # A training, new or resumed.
@@ -242,15 +243,6 @@ def load_test_images(args, checkpoint, data, data_dir):
     return test
 
 
-def corruption(kind, severity, args):
-    """Return a function change(images, index) for `evaluate`, which corrupts images."""
-    def change(images, index):
-        return corrupt(images, kind, severity, seed=args.seed, index=index,
-                       frost_dir=args.frost_dir)
-
-    return change
-
-
 def evaluate_only(args, rank, world, device):
     """Print the scores of a checkpoint, and append them to results.jsonl as rows.
 
@@ -291,8 +283,9 @@ def evaluate_only(args, rank, world, device):
         began = time.perf_counter()
         results = []
         for severity in args.severities:
-            result = evaluate(model, test, index=index, progress=kind,
-                              change=corruption(kind, severity, args), **options)
+            change = partial(corrupt, name=kind, severity=severity, seed=args.seed,
+                             frost_dir=args.frost_dir)
+            result = evaluate(model, test, index=index, progress=kind, change=change, **options)
             results.append(result)
         numbers = {}
         for field in clean:
@@ -332,7 +325,7 @@ def main():
     # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
     if args.eval_only:
-        common.use_bf16(False, device)                  # in float32, also without TF32
+        common.use_bf16(False, device)                  # sets plain float32, without TF32
         return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
@@ -427,7 +420,7 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # of a finished run, no step is left
+    stop = max(first, last)                     # equals first if the run is finished
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")
@@ -460,10 +453,13 @@ def main():
         optimizer.zero_grad(set_to_none=True)
         pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree.
+        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
+        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
+        # Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
         epoch = done / epoch_steps
-        evaluating = done == stop or done % (args.eval_every * epoch_steps) == 0
+        scheduled = done == total or done % (args.eval_every * epoch_steps) == 0
+        evaluating = scheduled or done == stop
         saving = evaluating or done % epoch_steps == 0
         logging = saving or done % common.LOG_EVERY == 0
 
@@ -474,7 +470,7 @@ def main():
                              unit="images", epoch=epoch, lr=lr)
 
         # Evaluate.
-        metrics = {}                            # this step is not evaluated; the last step is
+        metrics = {}                            # stays empty unless this step is evaluated
         if saving:
             common.share_buffers(model)
         if evaluating:
@@ -490,7 +486,7 @@ def main():
         # Save. A resumed run repeats what came after the last save.
         if saving and rank == 0:
             better = False
-            if keep_best and evaluating:
+            if keep_best and scheduled:
                 better = metrics["mean_iou"] > best.get("mean_iou", -1)
             if better:
                 best = dict(step=done, **metrics)

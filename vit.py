@@ -83,7 +83,8 @@ def complete_attention(config):
 
 def outside_attention(attn):
     """Return the attention of the layers without RPC-Attention. attn: a value of --attn."""
-    return layer_attention(attn, i=0, rpc_layers=())
+    _, outside = LAYER_PATTERNS.get(attn, (attn, attn))
+    return outside
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -284,6 +285,11 @@ def load_timm(checkpoint):
         # The released code stores S of Scaled Attention as attn.s.
         name = re.sub(r"\.attn\.s$", ".attn.learned.s", name)
         state[name] = weight
+    for name in ("cls_token", "pos_embed", "patch_embed.proj.weight",
+                 "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight"):
+        if name not in state:
+            raise InputError(f"the file has no weight {name}; expected a checkpoint of "
+                             f"train_cls.py, or a ViT with timm's names")
     patch_size = state["patch_embed.proj.weight"].shape[-1]
     C = state["cls_token"].shape[-1]
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
@@ -298,7 +304,13 @@ def load_timm(checkpoint):
         embed_dim=C, depth=depth, num_heads=max(1, C // 64),
         mlp_ratio=len(state["blocks.0.mlp.fc1.weight"]) / C, **attention)
     model = ViT(config)
-    model.load_state_dict(state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:                       # such as the second token of some DeiTs
+        # The first line names the network, and each further line has one difference.
+        difference = str(error).splitlines()[1].strip()[:120]
+        raise InputError(f"the file is no ViT that vit.py can rebuild: {difference}; expected "
+                         f"the weights of a ViT with timm's names") from None
     print0(f"{config.attn} attention with {config.num_heads} heads; assumed: heads are 64 "
            f"wide, eps is 1e-6, pixels are normalised by ImageNet's mean and std")
     return model.eval()

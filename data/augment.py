@@ -62,7 +62,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
-    # In float32, the product of a number just below 1 could be rounded up to 2 * pad + 1.
+    # In float64, as in the other tables of this file.
     corner = (u.double() * (2 * pad + 1)).long()
     top, left = send(corner, images.device).unbind(1)
     # crops: all crops of each image, (B, C, tops, lefts, H, W), a view without copies.
@@ -93,7 +93,7 @@ def rand_augment(images, u):
     """
     images = images.clone()
     device = images.device
-    u = u.double()                                      # see random_crop
+    u = u.double()
     for columns in u.split(4, dim=1):
         u_which, u_apply, u_level, u_sign = columns.unbind(1)                       # (B,) each
         number = torch.where(u_apply < 0.5, (u_which * len(OPS)).long(), -1)        # in OPS
@@ -219,7 +219,7 @@ def random_erase(images, u, positions, seed, prob):
     left, 10 areas, 10 ratios.
     """
     B, _, H, W = images.shape
-    u = u.double()                                      # see random_crop
+    u = u.double()
     u_apply, u_top, u_left = u[:, :3].unbind(1)                                     # (B,) each
     u_area, u_ratio = u[:, 3:].split(ERASE_TRIES, dim=1)                            # (B, 10) each
     tried_areas = (0.02 + (1 / 3 - 0.02) * u_area) * H * W                          # (B, 10)

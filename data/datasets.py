@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from common import InputError, bar, print0
 from data.images import (File, ImageTree, Split, central_square, choose_part, class_entries,
@@ -31,12 +30,6 @@ def cifar10(part, args):
     """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
     if not args.data_dir:
         raise InputError("--data cifar10 needs --data_dir, its folder")
-    if args.image_size != 32:
-        raise InputError(f"--data cifar10 has images of 32 x 32 pixels, but --image_size, or "
-                         f"the image size of the network, is {args.image_size}; expected 32")
-    if args.download and dist.is_initialized() and dist.get_world_size() > 1:
-        raise InputError("--download: all processes would write the same files; download with "
-                         "one process, then start torchrun without --download")
     if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
         from torchvision.datasets import CIFAR10
         dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
@@ -140,9 +133,15 @@ def find_photos(root, part):
     files = sum(groups.values(), [])
     classes = sorted({file.class_name for file in files})       # names in any part
     if len(classes) < 2:
+        parts = part_folders(root)
+        hint = ""
+        if "" not in parts:
+            reserved = ", ".join(parts.values())
+            hint = (f"; a folder with the name train, val or test is a part, no class "
+                    f"({reserved}); if it is a class, rename it")
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
                          f"expected 2 or more: {root}/<class>/*.jpg, or "
-                         f"{root}/train/<class>/*.jpg")
+                         f"{root}/train/<class>/*.jpg{hint}")
     trained = {file.class_name for file in files_to_divide(groups)}
     missing = [name for name in classes if name not in trained]
     if missing and part != "all":
@@ -199,17 +198,17 @@ DATASETS = {
 
 # --- load a part ----------------------------------------------------------------------------------
 
-# The flags of load_part that a caller may leave out. The last two are no flags of train_cls.py.
+# The flags of load_part that a caller may leave out. classes and seen are no flags of train_cls.py,
+# and neither is crop, whose default is the data set's.
 DEFAULTS = dict(num_images=16000, seed=0, download=False, classes=None, seen=())
 
 
 def load_part(part, flags, device):
     """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
 
-    flags: a dict of flags of train_cls.py; DEFAULTS has the flags that may be left out. It may also
-    have three settings that are no flags: classes, ImageNet's class names in the order of the
-    labels; seen, `image_hashes` of your own images to leave out; crop, the share of the short side
-    in the evaluation crop.
+    flags: a dict of flags of train_cls.py, and of three settings: classes, ImageNet's class names
+    in the order of the labels; seen, `image_hashes` of your own images to leave out; crop, the
+    share of the short side in the evaluation crop. See DEFAULTS for those that may be left out.
     """
     name = flags["data"]
     source = DATASETS[name]

@@ -216,9 +216,10 @@ def choose_part(groups, part):
     """Return the Files of one part of your own data: "train", "val", "test" or "all".
 
     groups: {folder: [File]}, with the folders of `part_folders`.
+    The files to divide are those in train/, or in the only folder.
     "test": the folder test/, else val/, else a tenth of the files to divide.
     "val": the folder val/ if there is also test/, else a tenth of the files to divide.
-    "train": all other files to divide, which are those in train/, or in the only folder.
+    "train": the rest of the files to divide.
     "all": the files of test, if it has a folder, else all files.
 
     A hash of their names orders the files of a class; the first tenth becomes test and the last

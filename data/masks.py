@@ -198,9 +198,9 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
     The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
     seen: `image_hashes` of images that trained the network or its backbone. All parts except
     "train" leave them out.
-    The other arguments belong to the network that is evaluated; a training has none of them.
-    classes: its class names; some classes may be missing in the folder. rules: its MaskRules, which
-    the folder must follow; None for networks of an earlier version.
+    For an evaluation only; a training has neither: classes, the network's class names, of which
+    some may be missing in the folder; rules, its MaskRules, which the folder must follow (None for
+    networks of an earlier version).
     """
     groups = {}                                 # {folder: [File]}
     for part, path in part_folders(os.path.join(root, "images")).items():
@@ -219,16 +219,14 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
     only_255 = values == {0, IGNORE}
     if rules is None:
         must_match = not classes or only_255
-        label_of_255 = None                     # the value 255 does not occur
+        meaning = None                          # the value 255 does not occur
         if IGNORE in values:
-            label_of_255 = 1 if only_255 else IGNORE
-        rules = MaskRules(palette.hex(), label_of_255)
+            meaning = 1 if only_255 else IGNORE
+        rules = MaskRules(palette.hex(), meaning)
     else:
         must_match = False
         check_255(root, values, rules)
-    label_of_255 = rules.label_of_255
-    if label_of_255 is None:
-        label_of_255 = IGNORE
+    label_of_255 = IGNORE if rules.label_of_255 is None else rules.label_of_255
     names = folder_classes(root, values, label_of_255, classes, must_match)
 
     seen = {*seen}

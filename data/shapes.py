@@ -261,8 +261,8 @@ def render_scenes(index, size=32, seed=0):
 
 
 def load_shapes(part, num_images, size=32, device="cpu"):
-    """Render "train", "val" or "test" on `device`. Returns a Split on this device."""
-    first = {"train": 0, "val": 2 ** 29, "test": 2 ** 30}[part]     # so the parts never overlap
+    """Render "train" or "test" on `device`. Returns a Split on this device."""
+    first = {"train": 0, "test": 2 ** 30}[part]                     # so the parts never overlap
     index = torch.arange(first, first + num_images, device=device)
     chunks = index.split(max(1, 2 ** 18 // size ** 2))              # to stay in a CPU's cache
     progress = bar(chunks, f"rendering {part}", leave=False)

@@ -54,14 +54,8 @@ class Vocabulary(dict):
 
     def encode_lines(self, lines):
         """Return the ids of the words in the lines, (n,) uint32, with <eos> after each line."""
-        return np.fromiter(self.ids(lines), "<u4")
-
-    def ids(self, lines):
-        """Yield the ids of encode_lines."""
-        for line in lines:
-            for word in line.split():
-                yield self[word]
-            yield self[EOS]
+        words = chain.from_iterable([*line.split(), EOS] for line in lines)
+        return np.fromiter((self[word] for word in words), "<u4")
 
 
 class Corpus(NamedTuple):

@@ -94,6 +94,15 @@ def test_folders_train_val_test_are_parts():
         find_photos("flat", "train")
 
 
+def test_a_class_with_a_reserved_name_is_explained():
+    make("photos", 3, classes=["cat", "train"])
+    with pytest.raises(InputError, match="has 0 folders .* no class .photos/train.; .* rename it"):
+        find_photos("photos", "train")
+    make("one", 3, classes=["cat"])
+    with pytest.raises(InputError, match=r"one/train/<class>/\*.jpg$"):
+        find_photos("one", "train")
+
+
 def test_training_images_are_never_held_out(capsys):
     """Renamed and copied: the pixels decide. Edited or saved again: the path decides."""
     make("photos", 10)

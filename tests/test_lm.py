@@ -208,6 +208,16 @@ def test_long_windows_and_leaking_samplers_are_errors():
     assert small(pap=dict(mu_over="all")).generate(words(), 1).shape == (2, 13)
 
 
+def test_your_own_pap_over_all_tokens_leaks(monkeypatch):
+    """It is in every layer and in no layer pattern, so rpc_layers is empty."""
+    monkeypatch.setitem(ATTENTIONS, "mine", ATTENTIONS["rpc"])
+    model = small(attn="mine", pap=dict(mu_over="all"))
+    assert model.config.rpc_layers == () and model.config.reads_the_future
+    with pytest.raises(InputError, match="mu_over"):
+        model.generate(words(), 1)
+    assert not small(attn="mine").config.reads_the_future
+
+
 @pytest.mark.parametrize("cutoffs", [(), (8, 16, 32)])
 def test_a_target_that_is_no_word_is_an_error(cutoffs):
     """PyTorch's default gives -100 the loss 0, which lowers the perplexity."""

@@ -102,24 +102,37 @@ def test_a_kill_before_any_write_loses_nothing(name, monkeypatch):
     assert Path("whole/last.pt").read_bytes() == before and len(log("whole")) == 2
 
 
-@each
-def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
-    """The second of three evaluations is the best one; the third follows a resume."""
-    what, numbers = dict(cls=("loss", (3.0, 1.0, 2.0)), lm=("perplexity", (3.0, 1.0, 2.0)),
-                         seg=("mean_iou", (1.0, 3.0, 2.0)))[name]
-    found, numbers = dict(top1=0.0, mean_accuracy=0.0, classes=4, images=1), iter(numbers)
+def train_with_best(name, monkeypatch, qualities, *parts):
+    """Train into folder a. The evaluations have these qualities; the highest one is the best."""
+    what, sign = dict(cls=("loss", -1), lm=("perplexity", -1), seg=("mean_iou", 1))[name]
+    found, qualities = dict(top1=0.0, mean_accuracy=0.0, classes=4, images=1), iter(qualities)
 
     def evaluate(*args, **how):
-        return {**found, what: next(numbers)}
+        return {**found, what: 10.0 + sign * next(qualities)}
     monkeypatch.setattr(SCRIPTS[name], "evaluate", evaluate)
     # held-out images choose best.pt; three steps per epoch remain
     epoch = dict(cls="--num_images 54 --holdout 6 --eval_every 1", lm="--eval_every 3",
                  seg="--data folder --data_dir masks --num_classes 5 --batch_size 2 --eval_every 1")[name]
     for part in ("images", "annotations"):              # your own masks, one folder for each part
         shutil.copytree(f"pairs/{part}/training", f"masks/{part}")
-    train(name, "--max_steps 6 --out_dir a", epoch)
+    train(name, "--out_dir a", epoch, *parts)
+
+
+@each
+def test_best_is_the_best_evaluation_across_resumes(name, monkeypatch):
+    """The second of three evaluations is the best one; the third follows a resume."""
+    train_with_best(name, monkeypatch, (1, 3, 2), "--max_steps 6")
     resume(name, "a --max_steps 9")
     assert common.load("a/best.pt")["step"] == common.load("a/last.pt")["best"]["step"] == 6
+
+
+@each
+def test_a_stop_between_evaluations_chooses_nothing(name, monkeypatch):
+    """The stop at step 2 has the best evaluation; without it, step 3 is the first one."""
+    train_with_best(name, monkeypatch, (9, 1), "--max_steps 2")
+    assert not Path("a/best.pt").exists()
+    resume(name, "a --max_steps 3")
+    assert common.load("a/best.pt")["step"] == common.load("a/last.pt")["best"]["step"] == 3
 
 
 @each
@@ -167,6 +180,14 @@ def test_resume_rejects_other_runs_and_takes_flags(name):
     else:
         groups = checkpoint["optimizer"]["param_groups"]
         assert args.epochs == 9 and [group["weight_decay"] for group in groups] == [0.5, 0]
+
+
+@each
+def test_a_run_of_another_task_is_refused(name):
+    other = dict(cls="seg", lm="cls", seg="lm")[name]
+    train(other, "--max_steps 1 --out_dir a")
+    line = refused(SCRIPTS[name], "--resume a")
+    assert "the checkpoint is for " in line and "expected one for " in line
 
 
 @each

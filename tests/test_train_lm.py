@@ -262,7 +262,7 @@ def test_processes_with_other_flags_stop():
 
 
 def test_a_lost_best_is_replaced(capsys):
-    train(SMALL, "--data_dir text --out_dir a --max_steps 1")
+    train(SMALL, "--data_dir text --out_dir a --max_steps 1 --eval_every 1")
     Path("a/best.pt").unlink()
     train("--resume a --max_steps 2")
     assert "best.pt of step 1 is missing" in capsys.readouterr().out

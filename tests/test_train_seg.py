@@ -368,7 +368,8 @@ def test_processes_with_other_flags_stop():
 
 def test_a_lost_best_is_replaced(capsys):
     make_masks(Path("mine"), [0, 1, 2])
-    train("--data_dir mine --size 24 --num_workers 0 --out_dir a --max_steps 1")
+    train("--data_dir mine --size 24 --num_workers 0 --batch_size 16 --eval_every 1 --out_dir a "
+          "--max_steps 1")
     Path("a/best.pt").unlink()
     train("--resume a --max_steps 2")
     assert "best.pt of step 1 is missing" in capsys.readouterr().out
