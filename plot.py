@@ -12,6 +12,7 @@ from pathlib import Path
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 from matplotlib.figure import Figure
 
+from eval_robust import PAPER_CLIPS
 from results import KEY, MODEL, has_shared_budget, measure_text, row_key, unpack
 
 
@@ -61,8 +62,10 @@ def budget_curves(rows):
     """Convert the rows of results.jsonl to {panel: [(label, [(eps, top-1 in %)])]}.
 
     A panel is an attack with its settings, and the unit of its budgets. The rows of a curve differ
-    only in eps. A curve begins with the clean accuracy on the same images, at eps = 0. Attacks with
-    their own budget, such as noise, have no curve.
+    only in eps. A curve begins with the clean accuracy on the same images, at eps = 0. With --preset
+    paper, the attacks in PAPER_CLIPS have no such point, because they clip the normalised images
+    first, so even at eps = 0 their images are not the clean ones. Attacks with their own budget,
+    such as noise, have no curve.
     """
     same_images = (*MODEL, "code", "data", "fingerprint", "seed")
     same_curve = (*KEY, "checkpoint")
@@ -87,7 +90,10 @@ def budget_curves(rows):
         labels = curve_labels([group[0] for group in groups.values()])
         curves[panel] = []
         for label, group in zip(labels, groups.values()):
-            start = clean.get(row_key(group[0], same_images))
+            first = group[0]
+            start = clean.get(row_key(first, same_images))
+            if first["settings"].get("conditions") == "paper" and first["name"] in PAPER_CLIPS:
+                start = None
             curves[panel].append((label, curve_points(group, start)))
     return curves
 

@@ -68,6 +68,19 @@ def test_a_curve_begins_with_its_own_images():
         assert points == [*start, (pytest.approx(2), 40.0)]
 
 
+@pytest.mark.parametrize("name, conditions, starts", [
+    ("square", "paper", False), ("adaptive_autoattack", "paper", False),
+    ("square", None, True), ("pgd", "paper", True)])
+def test_clipped_normalised_images_have_no_clean_point(name, conditions, starts):
+    settings = dict(queries=9, eps=2 / 255)
+    if conditions:
+        settings["conditions"] = conditions
+    square = RESULTS[1] | dict(name=name, settings=settings)
+    panel, = plot.budget_curves([RESULTS[0], square]).values()
+    (_, points), = panel
+    assert [eps for eps, _ in points] == [0] * starts + [pytest.approx(2)]
+
+
 def test_panels_have_one_unit():
     """Budgets of normalised pixels and of the L1 norm have other panels; noise has no curve."""
     paper = RESULTS[1] | dict(settings=dict(steps=2, eps=2 / 255, conditions="paper"))
