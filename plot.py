@@ -49,23 +49,20 @@ def clean_accuracy(row, clean):
     return 100 * right.double().mean().item()
 
 
-def budget_axis(row):
-    """Return the text of the x axis, and the factor that turns eps into a number on this axis."""
+def budget_unit(row):
+    """Return the text of the x axis."""
     if row["settings"].get("conditions") == "paper":
-        return "eps in 1/255 of the normalised pixels", 255
-    if row["name"] == "sld":
-        return "eps, the L1 norm of the change", 1
-    return "eps in 1/255 of the pixel range", 255
+        return "eps in 1/255 of the normalised pixels"
+    return "eps in 1/255 of the pixel range"
 
 
 def budget_curves(rows):
-    """Convert the rows of results.jsonl to {panel: [(label, [(eps, top-1 in %)])]}.
+    """Convert the rows of results.jsonl to {panel: [(label, [(255 eps, top-1 in %)])]}.
 
     A panel is an attack with its settings, and the unit of its budgets. The rows of a curve differ
-    only in eps. A curve begins with the clean accuracy on the same images, at eps = 0. With --preset
-    paper, the attacks in PAPER_CLIPS have no such point, because they clip the normalised images
-    first, so even at eps = 0 their images are not the clean ones. Attacks with their own budget,
-    such as noise, have no curve.
+    only in eps. A curve begins with the clean accuracy on the same images, at eps = 0. With
+    --preset paper, the curves of PAPER_CLIPS have no such point, because these attacks clip the
+    normalised images first. Attacks with their own budget, such as noise, have no curve.
     """
     same_images = (*MODEL, "code", "data", "fingerprint", "seed")
     same_curve = (*KEY, "checkpoint")
@@ -81,8 +78,8 @@ def budget_curves(rows):
         if has_shared_budget(row):
             settings = dict(row["settings"])
             settings.pop("eps")
-            unit, _ = budget_axis(row)
-            panel = panels.setdefault((measure_text(row["name"], settings), unit), {})
+            title = measure_text(row["name"], settings)
+            panel = panels.setdefault((title, budget_unit(row)), {})
             key = row_key(row | dict(settings=settings), same_curve)
             panel.setdefault(key, []).append(row)
     curves = {}
@@ -99,9 +96,11 @@ def budget_curves(rows):
 
 
 def curve_points(rows, clean):
-    """Return the points of a curve, [(eps, top-1 in %)]. clean: the clean row, None without one."""
-    _, factor = budget_axis(rows[0])
-    points = [(factor * row["settings"]["eps"], row["top1"]) for row in rows]
+    """Return the points of a curve, [(255 eps, top-1 in %)].
+
+    clean: the clean row, None if the curve does not begin with it.
+    """
+    points = [(255 * row["settings"]["eps"], row["top1"]) for row in rows]
     if clean is not None:
         accuracy = clean_accuracy(rows[0], clean)
         if accuracy is not None:
@@ -166,8 +165,8 @@ def main():
         stored = common.read_log(folder / "results.jsonl")
         stored += common.read_log(folder / "robust" / "results.jsonl")
         stored = [row for row in stored if "top1" in row]
-        attacked = budget_curves(stored)
-        if not logged and not attacked:
+        has_curve = any(has_shared_budget(row) for row in stored)
+        if not logged and not has_curve:
             raise common.InputError(f"{folder}: no rows to draw in log.jsonl or results.jsonl; "
                                     "expected the folder of a run or of an evaluation with an "
                                     "attack of several budgets, such as pgd")
