@@ -25,7 +25,7 @@ def attack_right_images(model, images, labels, right, attack, index=None):
     if len(rows):
         keywords = {}
         if index is not None:
-            keywords["index"] = index[rows]
+            keywords["index"] = index.to(images.device)[rows]
         found = attack(model, images[rows], labels[rows], **keywords)
         check_adversarial(model, images[rows], found)
         adv[rows] = found.detach()
@@ -37,11 +37,12 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
     images: (n, 3, H, W). labels: (n,) int64, on the same device.
-    attacks: {name: function of (model, images, labels)}. An attack from another library:
+    attacks: {name: function of (model, images, labels)}; "clean" and "worst" are no names of
+        attacks. An attack from another library:
         lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
     batch_size: images per batch. It bounds the memory.
-    index: (n,) the numbers of the images. If you set it, every attack also gets the keyword index.
-        Otherwise our attacks count the images of a batch from 0.
+    index: (n,) the numbers of the images, on any device. If you set it, every attack also gets the
+        keyword index. Otherwise our attacks count the images of a batch from 0.
     Returns a dict of (n,) bool, True for a correct answer: "clean", the name of each attack, and
     "worst", under every attack.
     """
@@ -50,6 +51,10 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
     check_inputs(model, images)
     if labels.shape != images.shape[:1]:
         raise ValueError(f"labels are {tuple(labels.shape)}, expected ({len(images)},)")
+    for name in ("clean", "worst"):
+        if name in attacks:
+            raise ValueError(f"an attack has the name {name!r}, which is a key of the result; "
+                             f"rename the attack")
     right = {name: [] for name in ("clean", *attacks)}
     for part in torch.arange(len(images)).split(batch_size):
         x = images[part]

@@ -63,6 +63,28 @@ def test_evaluate_attacks_right_images_by_number():
     assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["invert"])
 
 
+@pytest.mark.parametrize("name", ["clean", "worst"])
+def test_evaluate_keeps_the_names_of_its_results(name):
+    model, images, labels = trained_network(2)
+    with pytest.raises(ValueError, match=f"an attack has the name '{name}'"):
+        evaluate(model, images, labels, {name: lambda model, x, y: x})
+
+
+def test_evaluate_moves_the_index_to_the_images():
+    """No GPU is needed: the index says to which device it was moved."""
+    model, images, labels = trained_network(4)
+    moved = []
+
+    class Index(torch.Tensor):
+        def to(self, device):
+            moved.append(device)
+            return super().to(device)
+
+    index = torch.arange(4).as_subclass(Index)
+    evaluate(model, images, labels, {"same": lambda model, x, y, index: x}, index=index)
+    assert moved == [images.device]
+
+
 def test_evaluate_checks_what_an_attack_returns():
     model, images, labels = trained_network(8)
 
