@@ -318,8 +318,8 @@ def load_model(path, device):
               if name != "pap" and value != usual.get(name)}
     size = net.config.image_size
     about = dict(model=f"{kind_of(net.config)}, {run}", checkpoint=str(path),
-                 model_config=config, recipe=recipe(trained), weights=common.checksum(net),
-                 size=size, code=code_hash())
+                 model_config=config, recipe=recipe(trained, checkpoint.get("fingerprint")),
+                 weights=common.checksum(net), size=size, code=code_hash())
     classes = list(checkpoint.get("classes") or [])
     return Model(net, size, images, num_logits=logits.shape[1], about=about, classes=classes,
                  trained=trained, crop=crop, seen=checkpoint.get("seen", []))

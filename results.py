@@ -171,10 +171,11 @@ def add_result(args, model, checkpoint, began, *, fingerprint, **fields):
     seconds = round(time.perf_counter() - began, 2)
     row = dict(model=f"{kind}, seed {trained['seed']}", kind=kind, checkpoint=str(path),
                weights=common.checksum(model), model_config=asdict(model.config),
-               recipe=recipe(trained), task=checkpoint["task"], **fields)
+               recipe=recipe(trained, checkpoint.get("fingerprint")),
+               task=checkpoint["task"], **fields)
     row |= dict(fingerprint=fingerprint, code=code_hash(), seed=args.seed, seconds=seconds)
     row |= common.origin(device)
-    beside = path.parent if path.suffix == ".pt" else path
+    beside = path if path.is_dir() else path.parent
     folder = Path(args.out_dir or beside)
     folder.mkdir(parents=True, exist_ok=True)
     common.append_row(folder / "results.jsonl", row)
@@ -207,15 +208,17 @@ def without_seed(text, seed):
     return re.sub(rf"(?<![A-Za-z0-9])s{seed}(?![0-9])", "sSEED", text)
 
 
-def recipe(trained):
+def recipe(trained, fingerprint):
     """Return a hash of a training's flags without its seed, "" for networks of other programs.
 
-    Networks with the same recipe differ only in their seed. The path of --init_from may contain the
-    seed, too.
+    trained: the flags. fingerprint: of the training's data. Networks with the same recipe differ
+    only in their seed. The path of --init_from may contain the seed, too.
     """
     if not trained:
         return ""
     flags = {name: value for name, value in trained.items() if name not in NOT_RECIPE}
+    if trained.get("data_dir"):
+        flags["fingerprint"] = fingerprint      # the files count, not the path of their folder
     for name, value in flags.items():
         if isinstance(value, float) and value.is_integer():             # a default can be 1, and
             flags[name] = int(value)                                    # the typed flag 1.0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import train_lm
 import train_seg
 from fan import FANConfig
 from fixtures import ROOT
-from lm import LMConfig
+from lm import LM, LMConfig
 from runs import call
 from segmenter import SegmenterConfig
 
@@ -210,15 +211,39 @@ def test_other_images_are_left_out_and_named():
 
 def test_kinds_differ_in_their_recipe_not_in_the_seed():
     same = [row(f"rpc, seed {seed}", recipe=results.recipe(
-        dict(seed=seed, lr=0.1, out_dir=f"out/{seed}", init_from=f"out/a_s{seed}/last.pt")))
+        dict(seed=seed, lr=0.1, out_dir=f"out/{seed}", init_from=f"out/a_s{seed}/last.pt"), None))
         for seed in (0, 1)]
     assert same[0]["recipe"] == same[1]["recipe"]
-    assert results.recipe(dict(warmup_epochs=1)) == results.recipe(dict(warmup_epochs=1.0))
-    longer = row("rpc, seed 2", recipe=results.recipe(dict(seed=2, lr=0.2)))
+    assert (results.recipe(dict(warmup_epochs=1), None)
+            == results.recipe(dict(warmup_epochs=1.0), None))
+    longer = row("rpc, seed 2", recipe=results.recipe(dict(seed=2, lr=0.2), None))
     table = results.seeds_table([*same, longer])
     assert "rpc like out/rpc, seed 0" in table and ", n 2" in table and "n 1" in table
     twice = row("rpc, seed 0", weights="other", recipe=same[0]["recipe"])
     assert "2 networks have seed 0" in results.seeds_table([*same, twice, *networks("a", RPC)])
+
+
+def test_networks_of_other_files_are_two_kinds():
+    """The path of the folder does not matter. Rendered scenes follow from the flags."""
+    def network(seed, data_dir, fingerprint):
+        flags = dict(data="folder", seed=seed, data_dir=data_dir)
+        return row(f"rpc, seed {seed}", recipe=results.recipe(flags, fingerprint))
+
+    first = network(0, "photos_v1", ["a", "b"])
+    assert results.seeds_table([first, network(1, "photos_v2", ["c", "d"])]) == ""
+    assert "n 2" in results.seeds_table([first, network(1, "copy", ["a", "b"])])
+    assert "n 2" in results.seeds_table([network(0, None, "a"), network(1, None, "b")])
+
+
+def test_results_lie_beside_a_file_of_any_ending(tmp_path):
+    """A folder may be called net.pt, and a file net.pth."""
+    model = LM(LMConfig(9))
+    checkpoint = dict(args=dict(seed=0), task="language modelling")
+    (tmp_path / "net.pt").mkdir()
+    for name, folder in (("net.pth", tmp_path), ("net.pt", tmp_path / "net.pt")):
+        args = Namespace(eval_only=tmp_path / name, out_dir=None, seed=0)
+        results.add_result(args, model, checkpoint, 0.0, fingerprint="f", name=name, settings={})
+        assert [one["name"] for one in results.read_rows(folder)] == [name]
 
 
 def test_rows_without_recipe_are_told_apart_by_folder():
