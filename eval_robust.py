@@ -49,8 +49,8 @@ from common import InputError, print0
 from data.datasets import DATASETS, load_part
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
-from results import (PROJECT, code_hash, kind_of, loaded_modules, pack, read_rows, recipe,
-                     row_key, rows_table, seeds_table)
+from results import (PROJECT, code_hash, kind_of, loaded_modules, network_key, pack,
+                     read_rows, recipe, row_key, rows_table, seeds_table)
 from robust import attack_right_images, metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
 from robust.attacks import (check_adversarial, check_logits, check_repeats,
@@ -396,6 +396,17 @@ def only_value(models, values, name, advice):
         listed = ", ".join(f"{path}: {value}" for path, value in known.items())
         raise InputError(f"the networks differ in {name} ({listed:.300}); {advice}")
     return next(iter(known.values()), None)
+
+
+def check_different(models):
+    """Raise InputError if two models are the same network: they would share a column."""
+    path_of = {}                                          # {key of the network: its path}
+    for model in models:
+        path = model.about["checkpoint"]
+        key = network_key(model.about)
+        if key in path_of:
+            raise InputError(f"{path_of[key]} and {path} are the same network; remove one of them")
+        path_of[key] = path
 
 
 def complete_flags(args, models):
@@ -746,6 +757,9 @@ def outliers(model, source, index, args, *, val):
     """
     columns = source.labels.unique()
     inside = torch.isin(val.labels, columns).nonzero()[:, 0]
+    if not len(inside):
+        raise InputError(f"--data_dir {args.data_dir}: val/ has no image of the {len(columns)} "
+                         f"classes of --imagenet_o; expected one or more")
     inside = inside[choose(len(inside), "imagenet_o", args)]
     both = torch.cat([
         logits_of_classes(model, source, index, args, columns),
@@ -849,6 +863,7 @@ def main():
         size = 32 if args.data in ("shapes", "cifar10") else 224
     models += [load_file(path, size, args.device) for path in args.model]
     args = complete_flags(args, models)
+    check_different(models)
     data = load_data(args, models)
     if args.batch_size is None:
         args.batch_size = images_per_batch(models, args.device)

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -392,6 +393,13 @@ def test_order_of_checkpoints_decides_nothing():
         assert "differ in data" in line and "shapes" in line and "--data" in line
 
 
+def test_equal_networks_are_an_error():
+    make_checkpoint("a.pt")
+    make_checkpoint("copy.pt")
+    line = refused(eval_robust, "--device cpu --ckpt a.pt copy.pt", CLEAN)
+    assert "a.pt and copy.pt are the same network" in line
+
+
 @pytest.mark.parametrize("words, expected", [
     ("--measures clean --eps 2/255", "--eps: no effect with"),
     ("--measures cw --eps 2/255", "--eps: no effect with"),
@@ -558,6 +566,11 @@ def test_imagenet_folders_use_their_classes():
         run("--ckpt net.pt --data_dir . --imagenet_o o --measures imagenet_o --out_dir limits "
             "--limit", limit)
     assert [row["inside"] for row in read("limits")] == [7, 8]
+    Path("few/val").mkdir(parents=True)
+    shutil.copytree(f"val/{names[0]}", f"few/val/{names[0]}")             # not in ImageNet-O
+    line = refused(eval_robust, "--device cpu --ckpt net.pt --data_dir few --imagenet_o o "
+                   "--measures imagenet_o --out_dir few")
+    assert "few: val/ has no image of the 2 classes of --imagenet_o" in line
     tree = eval_robust.open_folder("a", eval_robust.IMAGENET, 32)
     logits = net(torch.stack([tree[i, i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
     right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
