@@ -24,8 +24,9 @@ alone, so the batch size, the number of processes and a second run do not change
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
 normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255. Only the attacks in PAPER_CLIPS clip the normalised pixels to [0, 1]. The model's own
-prediction takes the place of the true class, so misclassified images are attacked, too.
+0.226/255. The attacks in PAPER_CLIPS clip the normalised pixels to [0, 1], and so does cw; the
+other attacks do not. The model's own prediction takes the place of the true class, so misclassified
+images are attacked, too.
 """
 
 import copy
@@ -43,10 +44,11 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 import torch
 import torch.distributed as dist
 
-# `code` hashes all loaded modules. fan is always loaded, so that a FAN in --ckpt changes nothing.
+# A row's field `code` is a hash of all loaded modules. fan is always loaded, so a FAN in --ckpt
+# does not change the hash.
 import fan  # noqa: F401
 from common import InputError, print0
-from data.datasets import DATASETS, load_part
+from data.datasets import DATASETS, load_part, trained_crop
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
 from results import (PROJECT, code_hash, kind_of, loaded_modules, network_key, pack,
@@ -108,8 +110,8 @@ FOLDERS = ("imagenet_a", "imagenet_r", "imagenet_o")      # measures with their 
 MEASURES = ["clean", "corruptions", *CORRUPTIONS, *ATTACKS, *FOLDERS]
 DEFAULT_MEASURES = ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
 
-# Images per measure without --limit; all images in the measures that are not named. On rendered
-# scenes there are few images, so that a CPU needs only minutes.
+# Images per measure without --limit; a measure that is not named uses all images. SCENE_LIMITS: on
+# rendered scenes, so that a CPU needs only minutes. SLOW_LIMITS: on all other data.
 SCENE_LIMITS = {name: 80 for name in ATTACKS}
 SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
 SLOW_LIMITS = dict(spsa=100, cw=100, square=1000, autoattack=1000, adaptive_autoattack=1000)
@@ -275,11 +277,12 @@ def no_imports(folder):
     would fail, or find our module of the same name. Here it always fails. The modules of the
     project itself stay.
     """
-    names = module_names(folder)
+    hidden = module_names(folder)
     before = dict(sys.modules)
-    names |= {name for name in before if name.partition(".")[0] in names}
+    loaded = {name for name in before if name.partition(".")[0] in hidden}
+    names = hidden | loaded
     if folder == PROJECT:
-        names -= before.keys()
+        names -= before.keys()                            # the project's own modules stay
     for name in names:
         sys.modules[name] = None                          # Python raises the error for None
     try:
@@ -295,7 +298,6 @@ def load_model(path, device):
     checkpoint = common.load(path)
     task = checkpoint.get("task")
     trained = {}
-    crop = None
     if task is None:
         net = load_timm(checkpoint)
         run = Path(path).stem
@@ -303,8 +305,6 @@ def load_model(path, device):
         net = classifier_from_checkpoint(checkpoint)
         trained = checkpoint["args"]
         run = f"seed {trained['seed']}"
-        if trained.get("data") in DATASETS:
-            crop = DATASETS[trained["data"]].crop
     else:
         raise InputError(f"--ckpt {path} is for {task}; evaluate it by train_seg.py or "
                          f"train_lm.py --eval_only")
@@ -322,7 +322,7 @@ def load_model(path, device):
                  weights=common.checksum(net), size=size, code=code_hash())
     classes = list(checkpoint.get("classes") or [])
     return Model(net, size, images, num_logits=logits.shape[1], about=about, classes=classes,
-                 trained=trained, crop=crop, seen=checkpoint.get("seen", []))
+                 trained=trained, crop=trained_crop(trained), seen=checkpoint.get("seen", []))
 
 
 def load_file(path, size, device):
@@ -494,10 +494,10 @@ def load_data(args, models):
 def data_flags(args, models, classes):
     """Return the flags for load_part, {name: value}. The order of the models does not matter.
 
-    The loader of your own data set may read any flag of a training, so the flags on which all
-    trainings agree come first. These settings replace them: data, data_dir, image_size and classes
-    of this evaluation; num_images, the largest of all trainings; crop, as in the trainings; and
-    seen, the photos that a training used, which are left out.
+    Flags on which all trainings agree are passed on, because the loader of your own data set may
+    read any flag. These always come from this evaluation: data, data_dir, image_size and classes.
+    num_images is the largest of all trainings, crop is the one of the trainings, and seen has the
+    photos that a training used, which are left out.
     """
     trainings = [model.trained for model in models if model.trained]
     flags = {}
@@ -505,9 +505,9 @@ def data_flags(args, models, classes):
         values = [trained.get(name) for trained in trainings]
         if all(value == values[0] for value in values):
             flags[name] = values[0]
-    scenes = [trained.get("num_images") or 0 for trained in trainings]
-    if any(scenes):
-        flags["num_images"] = max(scenes)
+    counts = [trained.get("num_images") or 0 for trained in trainings]
+    if any(counts):
+        flags["num_images"] = max(counts)
     crops = [model.crop for model in models]
     crop = only_value(models, crops, "crop", "evaluate them one by one")
     if crop is None:
@@ -545,8 +545,9 @@ def batches(data, index, args, title=""):
     """
     device = args.device
     share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
+    # place: the rows of index that belong to one batch. part: the numbers of its images.
     places = [place for place in share.split(args.batch_size) if len(place)]
-    parts = [index[place] for place in places]            # the numbers of each batch
+    parts = [index[place] for place in places]
     if isinstance(data, Split):
         on_device = (part.to(device) for part in parts)
         loaded = ((data.images[part], data.labels[part], part) for part in on_device)
@@ -697,7 +698,8 @@ def attacked(model, source, index, args, *, name, attack, has_own_eps):
     """Measure accuracy under an attack, and how far the attacked images are from the originals.
 
     attack: a function of (net, images, labels, *, index).
-    has_own_eps: whether --eps has no effect on the attack.
+    has_own_eps: True if --eps has no effect on the attack. The row's field own_eps is this bool,
+    not the number Attack.own_eps.
     """
     net = model.net
     results = torch.zeros(len(index), 3, device=args.device)
@@ -883,6 +885,7 @@ def main():
     shown = []
     for measure in plan(args, data, models[0].size):
         index = choose(len(measure.source.labels), measure.name, args)
+        # No test image; or ImageNet-O without val/, with whose images it is compared.
         if not len(index) or (measure.name == "imagenet_o" and not len(data.labels)):
             raise InputError(f"--measures {measure.name} needs --data_dir, the folder "
                              "that contains val/")

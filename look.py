@@ -26,7 +26,7 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from attention import layer_inputs
 from common import InputError
-from data.datasets import DATASETS
+from data.datasets import trained_crop
 from data.images import central_square, image_hashes, read_image, walk_images
 from data.shapes import SHAPES, load_shapes
 from robust.patches import corrupt_patches
@@ -353,10 +353,9 @@ def main():
     check_flags(args, task, folder)
     seen = set(checkpoint.get("seen", []))              # earlier versions have no "seen"
     classes = checkpoint["classes"]
-    trained = checkpoint["args"].get("data")
-    crop = 1.0
-    if trained in DATASETS:
-        crop = DATASETS[trained].crop                                       # as in the evaluation
+    crop = trained_crop(checkpoint["args"])             # as in the evaluation
+    if crop is None:
+        crop = 1.0
     if task == "segmentation":
         model = segmenter_from_checkpoint(checkpoint).requires_grad_(False)
     else:

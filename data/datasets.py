@@ -196,6 +196,17 @@ DATASETS = {
 }
 
 
+def trained_crop(flags):
+    """Return the evaluation crop of the data set of a training, None if it is not in DATASETS.
+
+    flags: the flags of the training.
+    """
+    source = DATASETS.get(flags.get("data"))
+    if source is None:
+        return None
+    return source.crop
+
+
 # --- load a part ----------------------------------------------------------------------------------
 
 # The flags of load_part that a caller may leave out. classes and seen are no flags of train_cls.py,
