@@ -140,8 +140,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
-    # Ones, (B, 1, N, 1). The comparison is always true; ones_like would get a fixed size in an ONNX
-    # export.
+    # kept: 1 for every token, (B, 1, N, 1). A comparison that is always true computes it from
+    # per_token, because an ONNX export would freeze the size of ones_like.
     kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
         kept = kept * keep[:, None, :, None]                            # 0 for padding tokens
@@ -278,8 +278,9 @@ def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
     n_iter: number of steps, at least 1. lambd: at least 0; lambda = lambd / sqrt(max(N, D)).
     trace: a list that receives dict(S, L) for each step. L: as wide as k, without the mean.
 
-    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. Three
-    points differ in PAP: its line 4 computes attention; Z has the sign - there; line 3 comes first.
+    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. In PAP,
+    three points differ: line 3 comes before line 4; line 4 computes attention; and line 4 has - Z,
+    not + Z.
     """
     check_steps(n_iter, lambd)
     with torch.autocast(k.device.type, enabled=False):                  # bf16 is too coarse here
@@ -398,7 +399,8 @@ def attend_rpca(q, k, v, layer):
     In eval mode S has its true gradient, for attacks.
     """
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
-    for name in ("n_iter", "lambd", "constant_s", "trace"):     # rpca_attention has no others
+    # Of layer.pap, rpca_attention takes only these. A constant_s of every_pap replaces the one above.
+    for name in ("n_iter", "lambd", "constant_s", "trace"):
         if name in layer.pap:
             settings[name] = layer.pap[name]
     return rpca_attention(k, v, **settings)

@@ -53,7 +53,8 @@ SHOWN = {
     "clean_unswapped": "clean unswapped, no per cent",
 }
 DISTANCE = "median L2 distance in pixel values"         # of an attack without a budget
-OWN_BUDGET = ("noise", "sld", "cw")     # attacks with their own budget, in rows without `own_eps`
+# Attacks with their own budget, for rows of earlier versions, which have no field own_eps.
+OWN_BUDGET = ("noise", "sld", "cw")
 PROJECT = Path(__file__).resolve().parent
 # Flags of a training that do not change the kind of a network.
 NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
@@ -220,8 +221,9 @@ def recipe(trained, fingerprint):
     if trained.get("data_dir"):
         flags["fingerprint"] = fingerprint      # the files count, not the path of their folder
     for name, value in flags.items():
-        if isinstance(value, float) and value.is_integer():             # a default can be 1, and
-            flags[name] = int(value)                                    # the typed flag 1.0
+        # The same value is an int as a default, 1, and a float as a typed flag, 1.0.
+        if isinstance(value, float) and value.is_integer():
+            flags[name] = int(value)
     text = json.dumps(flags, sort_keys=True, default=str)
     text = without_seed(text, trained.get("seed"))
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -357,8 +359,7 @@ class Cell(NamedTuple):
 def all_cells(rows):
     """Return the Cells of rows and of their summaries. Equal keys: the last row counts."""
     rows = list({row_key(row): row for row in rows}.values())
-    if len(rows) > 1:
-        rows = rows + list(mean_rows(rows)) + list(worst_cases(rows))
+    rows = rows + list(mean_rows(rows)) + list(worst_cases(rows))
     sources = {(row.get("data"), row.get("seed")) for row in rows}
     cells = []
     for row in rows:
@@ -408,7 +409,7 @@ def rows_table(rows):
     counts = Counter((text, images) for text, images, _ in groups)
     body = []
     for (text, images, fingerprint), cells in groups.items():
-        # If the same measure has as many other images, each line names its data.
+        # If a measure has rows on two sets of images of equal size, each line names its data.
         if counts[text, images] > 1:
             text += f", data {fingerprint or 'unknown'}"
         # If a network has two numbers, from two versions of the code, each version has a line.
@@ -511,8 +512,8 @@ class Kind(NamedTuple):
 
 def kinds_of_network(rows):
     """Return the Kinds of the networks whose seed is known, and lines on networks left out."""
-    names = {}                          # {key of the kind: (title, checkpoint) of its first row}
-    seeds = {}                          # {key of the kind: {network's key: seed}}
+    first_row = {}                      # {key of the kind: (title, checkpoint) of its first row}
+    seeds_of_kind = {}                  # {key of the kind: {network's key: seed}}
     for row in rows:
         title, _, seed = row["model"].rpartition(", seed ")
         if seed.isdecimal():
@@ -520,12 +521,13 @@ def kinds_of_network(rows):
             path = without_seed(row["checkpoint"], seed)
             kind = row | dict(recipe=row.get("recipe") or path)
             key = row_key(kind, ("model_config", "size", "task", "recipe"))
-            names.setdefault(key, (title, row["checkpoint"]))
-            seeds.setdefault(key, {})[network_key(row)] = int(seed)
+            first_row.setdefault(key, (title, row["checkpoint"]))
+            seeds_of_kind.setdefault(key, {})[network_key(row)] = int(seed)
     kinds = []
     notes = []
-    for key, seed_of in seeds.items():
-        title, checkpoint = names[key]
+    for key, seed_of in seeds_of_kind.items():
+        title, checkpoint = first_row[key]
+        # {seed: network}. It is shorter than seed_of if two networks have the same seed.
         networks = {seed: network for network, seed in seed_of.items()}
         if len(networks) == len(seed_of):
             kinds.append(Kind(title, checkpoint, networks))

@@ -100,7 +100,10 @@ def smooth_shrink(x, tau):
 
 
 class Surrogates(NamedTuple):
-    """Surrogates: models in `all_surrogates`, or dicts of settings of PAP that make them."""
+    """Two lists of surrogates: dicts of settings of PAP that make them, or models.
+
+    SURROGATES has functions that return the settings; `all_surrogates` returns the models.
+    """
     same_outputs: list                  # they have the model's outputs, but other gradients
     only_apgd: list                     # more of them, for APGD; they may have other outputs
 

@@ -289,8 +289,8 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
     """Estimate the gradient of the margin m at the image x, `centre`; shaped as centre.
 
     The estimate is the mean of (m(x + delta v) - m(x - delta v)) / (2 delta) v over `pairs` tensors
-    v of random signs. The v are drawn in groups of 16. A random number has 24 bits: bit j is the
-    sign of one entry of the group's v number j.
+    v of random signs. One random number has 24 bits and serves a group of 16 v: bit j gives the
+    sign of its entry in v number j.
     """
     delta = 0.01
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
@@ -381,8 +381,7 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     """
     clean_logits(model, images, clip=clip)                      # only for its checks
     size = images[0].numel()
-    # Like cleverhans, take the largest entries from the int(0.99 size)-th smallest on.
-    # They are about 1 % of the entries.
+    # As in cleverhans: the int(0.99 size)-th smallest entry and all larger ones, about 1 %.
     num_largest = size - max(int(0.99 * size), 1) + 1
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
@@ -424,12 +423,12 @@ def cw_round(model, images, labels, c, confidence, steps, lr):
                         first=torch.zeros_like(w), second=torch.zeros_like(w),  # Adam's moments
                         near=images, distance=far, last_loss=far)
 
-    def weighted_hinge(logits, labels, c):
-        return c * (margin(logits, labels) + confidence).clamp(min=0)
+    def weighted_hinge(logits, labels, weight):
+        return weight * (margin(logits, labels) + confidence).clamp(min=0)
 
     for t in range(1, steps + 1):
         adv = (s.w.tanh() + 1) / 2
-        loss = partial(weighted_hinge, c=s.c)
+        loss = partial(weighted_hinge, weight=s.c)          # s.c: of the unfinished images
         logits, hinge, grad = input_gradient(loss, model, adv, s.labels)
         l2 = (adv - s.x).square().flatten(1).sum(1)
         better = (margin(logits, s.labels) + confidence < 0) & (l2 < s.distance)

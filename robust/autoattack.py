@@ -92,8 +92,8 @@ def climb(model, source, objective, s, steps):
     """Raise the model's loss along the gradient of the model `source`.
 
     s: the images, labels, bounds and step sizes, selected in `apgd`; this function changes s.
-    Returns the last misclassified iterates, (B, 3, H, W), or s.adv where there is none, and which
-    images fool the model, (B,) bool.
+    Returns the last misclassified iterates, (B, 3, H, W), or the clean images where there is none,
+    and which images fool the model, (B,) bool.
     """
     adv = s.adv.clone()
     fooled = torch.zeros_like(s.labels, dtype=torch.bool)
