@@ -399,7 +399,8 @@ def attend_rpca(q, k, v, layer):
     In eval mode S has its true gradient, for attacks.
     """
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
-    # Of layer.pap, rpca_attention takes only these. A constant_s of every_pap replaces the one above.
+    # rpca_attention takes only these settings of layer.pap. If every_pap has put constant_s there,
+    # it replaces the value above.
     for name in ("n_iter", "lambd", "constant_s", "trace"):
         if name in layer.pap:
             settings[name] = layer.pap[name]

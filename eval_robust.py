@@ -24,9 +24,8 @@ alone, so the batch size, the number of processes and a second run do not change
 
 With --preset paper, attacks work as in the paper's code (`rachtsy/KPCA_code:Attack`): they change
 normalised images, whose pixels are divided by about 0.226, so eps = 1/255 changes a pixel by about
-0.226/255. The attacks in PAPER_CLIPS clip the normalised pixels to [0, 1], and so does cw; the
-other attacks do not. The model's own prediction takes the place of the true class, so misclassified
-images are attacked, too.
+0.226/255. Only cw and the attacks in PAPER_CLIPS clip the normalised pixels to [0, 1]. The model's
+own prediction takes the place of the true class, so misclassified images are attacked, too.
 """
 
 import copy
@@ -496,7 +495,7 @@ def data_flags(args, models, classes):
 
     Flags on which all trainings agree are passed on, because the loader of your own data set may
     read any flag. These always come from this evaluation: data, data_dir, image_size and classes.
-    num_images is the largest of all trainings, crop is the one of the trainings, and seen has the
+    num_images is the largest of all trainings, crop is the crop of the trainings, and seen has the
     photos that a training used, which are left out.
     """
     trainings = [model.trained for model in models if model.trained]

@@ -37,8 +37,8 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
 
     model: an nn.Module in eval mode, or any function, from pixels (B, 3, H, W) in [0, 1] to logits.
     images: (n, 3, H, W). labels: (n,) int64, on the same device.
-    attacks: {name: function of (model, images, labels)}; "clean" and "worst" are no names of
-        attacks. An attack from another library:
+    attacks: {name: function of (model, images, labels)}, with names other than "clean" and "worst".
+        An attack from another library:
         lambda model, x, y: torchattacks.PGD(model, 2 / 255)(x, y).
     batch_size: images per batch. It bounds the memory.
     index: (n,) the numbers of the images, on any device. If you set it, every attack also gets the

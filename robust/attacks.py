@@ -381,7 +381,7 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     """
     clean_logits(model, images, clip=clip)                      # only for its checks
     size = images[0].numel()
-    # As in cleverhans: the int(0.99 size)-th smallest entry and all larger ones, about 1 %.
+    # Like cleverhans, take the int(0.99 size)-th smallest entry and all larger ones, about 1 %.
     num_largest = size - max(int(0.99 * size), 1) + 1
     l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
