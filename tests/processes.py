@@ -78,15 +78,6 @@ def run_in(tree, words):
         runpy.run_path(words[0], run_name="__main__")
 
 
-def import_compiler():
-    """Compile a function: then torch.compile imports its modules once, and not in each fork.
-
-    The function has no gradient: after a compiled gradient, no fork could compute gradients.
-    """
-    torch.compile(torch.nn.functional.relu, backend="aot_eager")(torch.ones(1))
-    torch._dynamo.reset()
-
-
 def run_command(tree, words):
     """Run "python WORDS" in a copy of the repository. Returns (exit code, stdout, stderr)."""
     return finish(start(partial(run_in, tree, words), []))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import import_compiler, run_command
+from processes import run_command
 from runs import log
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,6 @@ def check_gradient_memory(path):
 
 def test_accumulated_gradients_equal_whole_batches(programs, tmp_path):
     """Compiled, and with gradients that keep their memory, as CUDA graphs need."""
-    import_compiler()
     section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
     losses = []
     for name in ("plain", "changed"):

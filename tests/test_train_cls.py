@@ -25,7 +25,7 @@ from data.datasets import DATASETS, DataSource
 from data.images import hash_pixels, read_image
 from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
-from processes import group, group_results, import_compiler
+from processes import group, group_results
 from runs import call, log, refused, rows
 from vit import ViT, ViTConfig, classifier_from_checkpoint
 
@@ -323,7 +323,6 @@ def compile_eagerly(model, mode):
 
 
 def test_two_compiled_processes_equal_one(monkeypatch):
-    import_compiler()
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     run = [*SMALL, *"--max_steps 3 --adv_eps 2/255 --adv_steps 1 --n_iter 1".split()]
