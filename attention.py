@@ -398,6 +398,8 @@ def attend_rpca(q, k, v, layer):
 
     In eval mode S has its true gradient, for attacks.
     """
+    if "shrink" in layer.pap:
+        raise ValueError("attn='rpca' has no setting shrink, which is PAP's: it would do nothing")
     settings = dict(constant_s=layer.training) | layer.attn_kwargs
     # rpca_attention takes only these settings of layer.pap. If every_pap has put constant_s there,
     # it replaces the value above.

@@ -360,3 +360,9 @@ def test_autocast_does_not_change_robust_pcas_gradient(compiled):
 def test_change_that_reaches_no_layer_is_an_error():
     with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
         pass
+
+
+def test_rpca_refuses_the_shrink_of_pap():
+    layer = SelfAttention(8, 2, "rpca")
+    with every_pap(layer, shrink=torch.mul), pytest.raises(ValueError, match="shrink"):
+        layer(torch.randn(1, 5, 8))

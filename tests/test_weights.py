@@ -59,6 +59,23 @@ def test_classifiers_have_the_stated_recipe_and_accuracy(attn, scenes, tmp_path,
     assert 100 * right == pytest.approx(float(STATED[f"shapes_{attn}"]), abs=2)
 
 
+@pytest.mark.parametrize("attn", ["softmax", "symmetric", "rpc", "rpca"])
+def test_networks_on_cifar_have_their_recipe(attn, tmp_path, monkeypatch):
+    """CIFAR-10 is not in the repository, so the stored result of the training is compared."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = common.load(WEIGHTS / f"cifar10_{attn}.pt")
+    words = f"--data cifar10 --data_dir x --model nano --epochs 20 --attn {attn}".split()
+    today = vars(call(train_cls.get_args, words)[0])
+    flags = checkpoint["args"]
+    known = today.keys() & flags.keys() - {"data_dir", "eval_every"}
+    assert len(known) > 25 and all(today[key] == flags[key] for key in known)
+    assert checkpoint["metrics"]["images"] == 10000
+    assert f"{checkpoint['metrics']['top1']:.2f}" == STATED[f"cifar10_{attn}"]
+    model = classifier_from_checkpoint(checkpoint)
+    with torch.no_grad():
+        assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
+
+
 def test_the_segmenter_is_as_accurate_as_stated():
     model = segmenter_from_checkpoint(common.load(WEIGHTS / "seg_shapes_rpc.pt"))
     found = evaluate(model, Scenes("test", 150, 32), size=32, window=32, stride=32)["mean_iou"]
