@@ -159,6 +159,12 @@ def read(folder="r"):
     return [json.loads(line) for line in Path(folder, "results.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(autouse=True)
+def no_stale_bytecode(monkeypatch):
+    """Write no .pyc file: Python would use it if a test edits the module within one second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
 @pytest.fixture
 def few_scenes(monkeypatch):
     """Render 80 test scenes instead of all for a model without a training."""
