@@ -534,6 +534,7 @@ def to_json(value, sort_keys=False):
     JSON has no infinity and no NaN: they become the texts "inf", "-inf" and "nan".
     """
     def finite(x):
+        """Replace the infinities and NaNs in a value, at any depth."""
         if isinstance(x, dict):
             return {key: finite(entry) for key, entry in x.items()}
         if isinstance(x, (list, tuple)):

@@ -75,13 +75,14 @@ def network_key(row):
 
 @functools.cache
 def real_folder(folder):
+    """Return a folder's path without symbolic links; each folder is looked up once."""
     return os.path.realpath(folder)
 
 
 def real_path(place):
     """Return a path without symbolic links, as Path.resolve does.
 
-    Thousands of modules are loaded, but they are in few folders, so this is faster.
+    Thousands of modules are loaded from few folders, so `real_folder` saves most of the time.
     """
     place = os.path.join(os.getcwd(), place)
     if os.path.islink(place):
