@@ -249,7 +249,7 @@ def test_an_output_that_would_broadcast_is_an_error(monkeypatch):
         layer("mine")(tokens())
 
 
-def test_wrong_settings_and_arguments_that_would_broadcast_are_errors():
+def test_wrong_settings_and_broadcasting_arguments_are_errors():
     for how in (dict(mu_over="some"), dict(lambd=-1.0), dict(n_iter=0), dict(threshold="under"),
                 dict(dual_sign=2)):
         with pytest.raises(ValueError, match=next(iter(how))):

@@ -169,7 +169,7 @@ def test_erased_pixels_are_standard_normal_after_normalisation():
         assert abs(torch.corrcoef(torch.stack(pair))[0, 1]) < 0.03
 
 
-def test_an_image_is_mixed_with_the_one_before_it():
+def test_an_image_is_mixed_with_its_predecessor():
     images, targets = torch.rand(6, 3, 16, 16), torch.eye(6)
     before, kinds = torch.get_rng_state(), set()
     for step in range(12):

@@ -151,7 +151,7 @@ def test_workers_are_forked_on_linux(tree_dir, monkeypatch):
     assert image_batches(tree, [], 2).multiprocessing_context is None
 
 
-def test_copies_to_a_gpu_are_sent_from_pinned_memory(monkeypatch):
+def test_copies_to_a_gpu_use_pinned_memory(monkeypatch):
     """From other memory the CPU waits for copies above 64 kB. Tensors on the GPU are not pinned."""
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)

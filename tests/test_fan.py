@@ -247,7 +247,7 @@ def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     assert "fan rpc 4iter/layer0" in table and "fan symmetric" in table
 
 
-def test_a_patch_size_that_the_stem_lacks_is_named():
+def test_a_patch_size_without_stem_is_named():
     for patch_size in (1, 12):
         with pytest.raises(ValueError, match=f"patch_size={patch_size}: a FAN has 2, 4, 8 or 16"):
             FANConfig(image_size=48, patch_size=patch_size)

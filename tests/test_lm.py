@@ -219,7 +219,7 @@ def test_your_own_pap_over_all_tokens_leaks(monkeypatch):
 
 
 @pytest.mark.parametrize("cutoffs", [(), (8, 16, 32)])
-def test_a_target_that_is_no_word_is_an_error(cutoffs):
+def test_a_target_without_a_word_is_refused(cutoffs):
     """PyTorch's default gives -100 the loss 0, which lowers the perplexity."""
     targets = words(seed=2)
     targets[:, 6:] = -100

@@ -553,7 +553,7 @@ def test_notebook_goes_to_the_repository(monkeypatch):
     assert Path.cwd() == ROOT
 
 
-def test_page_fetches_nothing_and_its_links_and_labels_fit(page):
+def test_page_fetches_nothing_and_its_links_fit(page):
     assert len(page.encode()) < 3e6 and "default-src 'none'" in page
     written = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert set(re.findall(r"<(\w+)[^>]* (?:src|(?:xlink:)?href)=\"(?!#|data:)", written)) == {"a"}

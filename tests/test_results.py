@@ -49,7 +49,7 @@ def test_worst_case_uses_complete_rows():
     assert not list(results.worst_cases([few, many]))               # one attack, not two
 
 
-def test_worst_case_leaves_out_own_budgets_and_other_code():
+def test_worst_case_omits_own_budgets_and_other_code():
     pgd = attack("pgd", [True])
     for other in (attack("noise", [True]), attack("mine", [True], own_eps=True),
                   attack("apgd", [True], code="d"), attack("apgd", [True], dict(eps=4 / 255)),
@@ -209,7 +209,7 @@ def test_other_images_are_left_out_and_named():
     assert results.seeds_table(both).count("72.17") == 2
 
 
-def test_kinds_differ_in_their_recipe_not_in_the_seed():
+def test_kinds_differ_in_recipe_not_in_seed():
     same = [row(f"rpc, seed {seed}", recipe=results.recipe(
         dict(seed=seed, lr=0.1, out_dir=f"out/{seed}", init_from=f"out/a_s{seed}/last.pt"), None))
         for seed in (0, 1)]

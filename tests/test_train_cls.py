@@ -274,7 +274,7 @@ def test_wrong_flags_are_one_line():
     assert "--download needs --data_dir" in bad("--data cifar10 --download")
 
 
-def test_images_in_memory_have_the_size_of_the_flag(monkeypatch):
+def test_images_in_memory_have_the_flags_size(monkeypatch):
     source = DataSource(lambda part, args: load_shapes(part, 20, 32), DATASETS["shapes"].recipe)
     monkeypatch.setitem(DATASETS, "of 32 px", source)
     line = bad(["--data", "of 32 px"], "--image_size 16 --max_steps 1 --out_dir a")
