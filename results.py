@@ -73,22 +73,8 @@ def network_key(row):
     return row_key(row, MODEL)
 
 
-@functools.cache
-def real_folder(folder):
-    """Return a folder's path without symbolic links; each folder is looked up once."""
-    return os.path.realpath(folder)
-
-
-def real_path(place):
-    """Return a path without symbolic links, as Path.resolve does.
-
-    Thousands of modules are loaded from few folders, so `real_folder` saves most of the time.
-    """
-    place = os.path.join(os.getcwd(), place)
-    if os.path.islink(place):
-        return os.path.realpath(place)
-    folder, name = os.path.split(place)
-    return os.path.join(real_folder(folder), name)
+# A path without symbolic links. Thousands of modules are loaded; each path is looked up once.
+real_path = functools.cache(os.path.realpath)
 
 
 def loaded_modules(folder):
@@ -104,7 +90,7 @@ def loaded_modules(folder):
             place = next(iter(module.__path__), None)
         if place is None:
             continue
-        path = real_path(place)
+        path = real_path(os.path.join(os.getcwd(), place))
         if path.startswith(start):
             path = Path(path)
             if "site-packages" not in path.parts:

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # one process per core, so one thread per process
+# For glibc in the workers of xdist: keep freed memory, because new memory from Linux takes time.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2 ** 25))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2 ** 30))
 # Hide the GPUs, on which runs are not bit-identical, unless test_gpu.py is named. The workers of
 # xdist have no command line; they inherit the variable.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("test_gpu" in word for word in sys.argv):
@@ -67,6 +70,18 @@ def programs(tmp_path_factory):
         checkpoint["args"]["num_images"] = 400
         common.save(path, checkpoint)
     return tree
+
+
+@pytest.fixture(scope="session")
+def copy_programs(programs):
+    """Return a function that makes another copy of `programs`, which a test may change."""
+    def link_large_files(source, target):
+        """Link the weights and the pictures, which no test changes; copy all other files."""
+        if source.endswith((".pt", ".png", ".svg", ".ipynb")):
+            return os.link(source, target)
+        return shutil.copy2(source, target)
+
+    return functools.partial(shutil.copytree, programs, copy_function=link_large_files)
 
 
 @pytest.fixture

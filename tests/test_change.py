@@ -20,6 +20,9 @@ SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps
          "eval_robust.py": "--limit 8 --device cpu"}
 
 
+UNUSED = shutil.ignore_patterns("lecture", "studies")   # not copied, for speed
+
+
 def blocks(language, text):
     return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
@@ -59,12 +62,12 @@ def check_gradient_memory(path):
     path.write_text(text)
 
 
-def test_accumulated_gradients_equal_whole_batches(programs, tmp_path):
+def test_accumulated_gradients_equal_whole_batches(copy_programs, tmp_path):
     """Compiled, and with gradients that keep their memory, as CUDA graphs need."""
     section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
     losses = []
     for name in ("plain", "changed"):
-        tree = shutil.copytree(programs, tmp_path / name)
+        tree = copy_programs(tmp_path / name, ignore=UNUSED)
         if name == "changed":
             for diff in blocks("diff", section):
                 apply(diff, tree)
@@ -78,8 +81,8 @@ def test_accumulated_gradients_equal_whole_batches(programs, tmp_path):
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
-def test_change_applies_and_runs(section, programs, tmp_path):
-    tree = shutil.copytree(programs, tmp_path / "tree")
+def test_change_applies_and_runs(section, copy_programs, tmp_path):
+    tree = copy_programs(tmp_path / "tree", ignore=UNUSED)
     diffs = blocks("diff", section)
     assert diffs or blocks("sh", section)
     for diff in diffs:

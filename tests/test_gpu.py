@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 import time
 import warnings
 from collections import Counter
@@ -251,13 +250,13 @@ def test_cuda_graphs_resume_with_masks_in_bf16(name, device, plain, note):
 
 
 @needs_gpu
-def test_accumulated_gradients_survive_cuda_graphs(device, plain, note, programs, tmp_path):
+def test_accumulated_gradients_survive_cuda_graphs(device, plain, note, copy_programs, tmp_path):
     """Apply the change "Gradient accumulation" of docs/change.md to the trainer."""
     from test_change import SECTIONS, apply, blocks
     section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
     losses = []
     for end, diffs in (("plain", []), ("changed", blocks("diff", section))):
-        tree = shutil.copytree(programs, tmp_path / end)
+        tree = copy_programs(tmp_path / end)
         for diff in diffs:
             apply(diff, tree)
         words = flags("train_cls.py", SMALL["cls"], "--no-amp --device cuda --max_steps 20")

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
@@ -52,9 +51,9 @@ SECTIONS = {section.partition("\n")[0]: section for section in README.split("\n#
 
 
 @pytest.fixture(scope="module")
-def tree(programs, tmp_path_factory):
+def tree(copy_programs, tmp_path_factory):
     """Copy the programs; add small photos, masks, a text and the README's attention."""
-    tree = shutil.copytree(programs, tmp_path_factory.mktemp("tree") / "tree")
+    tree = copy_programs(tmp_path_factory.mktemp("tree") / "tree")
     scenes = load_shapes("train", 48)
     for i, (image, label) in enumerate(zip(scenes.images, scenes.labels.tolist())):
         mask = Image.fromarray(np.full((32, 32), label % 2, np.uint8))

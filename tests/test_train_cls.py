@@ -27,7 +27,7 @@ from data.rng import DROPOUT, seed_from
 from data.shapes import load_shapes
 from processes import group, group_results
 from runs import call, log, refused, rows
-from vit import ViT, ViTConfig, classifier_from_checkpoint
+from vit import SIZES, ViT, ViTConfig, classifier_from_checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone", "two_layers")
 SMALL = ("--model nano --num_images 64 --image_size 16 --patch_size 4 "
@@ -323,6 +323,7 @@ def compile_eagerly(model, mode):
 
 
 def test_two_compiled_processes_equal_one(monkeypatch):
+    monkeypatch.setitem(SIZES["nano"], "depth", 1)      # for speed
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     monkeypatch.setattr(common, "LOG_EVERY", 1)
     run = [*SMALL, *"--max_steps 3 --adv_eps 2/255 --adv_steps 1 --n_iter 1".split()]
@@ -333,6 +334,7 @@ def test_two_compiled_processes_equal_one(monkeypatch):
 
 def test_the_compiled_model_is_attacked(monkeypatch):
     """Two graphs, to attack and to train, and the losses of the uncompiled model."""
+    monkeypatch.setitem(SIZES["nano"], "depth", 1)      # for speed
     graphs, backend = [], torch._dynamo.lookup_backend("aot_eager")
 
     def count(graph, inputs):
