@@ -4,6 +4,7 @@ This file imports none of our modules, so every module can import it.
 """
 
 import argparse
+import functools
 import importlib.util
 import io
 import json
@@ -624,8 +625,12 @@ def origin(device):
                 hardware=hardware, processes=processes)
 
 
+@functools.cache
 def commit():
-    """Return the commit of this code, with "-dirty" if files have changed, or "no git"."""
+    """Return the commit of this code, with "-dirty" if files have changed, or "no git".
+
+    Git is asked once, because edits during a run do not change the code that is loaded.
+    """
     if not shutil.which("git"):
         return "no git"
     # no lock: other programs can use git at the same time; --exclude=*: no tags

@@ -110,6 +110,7 @@ def test_a_lost_best_checkpoint_is_said(tmp_path, capsys):
 
 def test_rows_need_no_git(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(common, "commit", common.commit.__wrapped__)        # without the cache
     assert common.origin(torch.device("cpu"))["commit"] == "no git"
 
 
