@@ -136,8 +136,6 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     causal layer does not read the future. "token": only token t for token t.
     keep: (B, N) bool, False for padding tokens, which the mean leaves out.
     """
-    check_choice("mu_dim", mu_dim, ("model", "head"))
-    check_choice("mu_over", mu_over, ("all", "seen", "token"))
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
     # kept: 1 for every token, (B, 1, N, 1). A comparison that is always true computes it from
@@ -151,9 +149,11 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
         mean = per_token.sum(-2, keepdim=True) / count[:, :, -1:]       # (B, H, 1, 1)
     elif mu_over == "seen":
         mean = per_token.cumsum(-2) / count
-    else:
+    elif mu_over == "token":
         mean = per_token
-    W_over_D = H if mu_dim == "model" else 1                            # C / D = H, or D / D
+    else:
+        raise ValueError(f"mu_over={mu_over!r}, expected all, seen or token")
+    W_over_D = {"model": H, "head": 1}[mu_dim]                          # C / D = H, or D / D
     return W_over_D / (4 * mean.clamp_min(1e-12))                       # Def. 1; finite for k = 0
 
 
@@ -181,6 +181,7 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     """
     check_choice("threshold", threshold, ("times", "over"))
     check_choice("dual_sign", dual_sign, (-1, 1))
+    check_choice("mu_dim", mu_dim, ("model", "head"))
     check_steps(n_iter, lambd)
     for name, x in (("v", v), ("q", q)):
         if x is not None and x.shape != k.shape:
@@ -379,10 +380,6 @@ def attend_softmax(q, k, v, layer):
     return softmax_attention(q, k, v, **layer.attn_kwargs)
 
 
-def attend_symmetric(q, k, v, layer):
-    return symmetric_attention(k, v, **layer.attn_kwargs)
-
-
 def attend_rpc(q, k, v, layer):
     settings = layer.pap | layer.attn_kwargs
     return rpc_attention(k, v, **settings)
@@ -411,7 +408,7 @@ def attend_rpca(q, k, v, layer):
 
 ATTENTIONS = {
     "softmax": Attention(own_queries=True, function=attend_softmax),
-    "symmetric": Attention(own_queries=False, function=attend_symmetric),
+    "symmetric": Attention(own_queries=False, function=attend_softmax),      # here q is k
     "rpc": Attention(own_queries=False, function=attend_rpc),
     "rpc_asym": Attention(own_queries=True, function=attend_rpc_asym),
     "rpca": Attention(own_queries=False, function=attend_rpca, settings=RPCA_SETTINGS),
@@ -578,14 +575,9 @@ def key_statistics(model, inputs, forward=None):
     shares = {}
     for i, (layer, x) in enumerate(layer_inputs(model, inputs, forward)):
         _, k, _ = layer.project(x)
-        sizes.append(rounded_mean(k.abs()))
+        sizes.append(round(k.abs().mean().item(), 4))
         steps = layer.trace(x)
         if steps:
-            shares[i] = [rounded_mean((step["S"] != 0).float()) for step in steps]
+            shares[i] = [round((step["S"] != 0).float().mean().item(), 4) for step in steps]
     model.train(was_training)
     return dict(mean_abs_key=sizes, nonzero_S=shares)
-
-
-def rounded_mean(x):
-    """Return the mean of x, rounded to 4 digits after the point."""
-    return round(x.mean().item(), 4)

@@ -742,12 +742,9 @@ def checksum(model):
 
 def table(rows, header):
     """Return a Markdown table with aligned columns. rows: lists of cells. header: its first row."""
-    def escaped(row):
-        return [str(cell).replace("|", r"\|") for cell in row]
-
-    cells = [escaped(header)]
-    for row in rows:
-        cells.append(escaped(row))
+    cells = []
+    for row in [header, *rows]:
+        cells.append([str(cell).replace("|", r"\|") for cell in row])
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = []
     for row in cells:

@@ -242,16 +242,15 @@ class FAN(ViT):
         """Draw the class token. The position embeddings keep the weights of their projection."""
         nn.init.trunc_normal_(self.cls_token, std=0.02)
 
-    def run_blocks(self, x, pos_embed):
-        """Compute the patch tokens after the last block: normalised (B, 3, h, h) -> (B, N, C)."""
-        x = self.patch_embed(x) + pos_embed
-        for block in self.blocks:
-            x = block(x)
-        return x
+    def embed(self, x, pos_embed):
+        """Compute the patch tokens before the first block: normalised (B, 3, h, h) -> (B, N, C)."""
+        return self.patch_embed(x) + pos_embed
 
     def forward(self, images):
-        x = self.run_blocks(self.normalise(images), self.pos_embed())       # (B, N, C)
-        cls = self.cls_token[0].expand(x.shape[0], -1, -1)      # [0] as in ViT.run_blocks
+        x = self.embed(self.normalise(images), self.pos_embed())            # (B, N, C)
+        for block in self.blocks:
+            x = block(x)
+        cls = self.cls_token[0].expand(x.shape[0], -1, -1)      # [0] as in ViT.embed
         x = torch.cat([cls, x], 1)
         for block in self.cls_attn_blocks:
             x = block(x)

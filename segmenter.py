@@ -99,7 +99,9 @@ class ViTEncoder(ViT):
         pos_embed = self.pos_embed
         if grid != (side, side):
             pos_embed = resize_pos_embed(pos_embed, grid, "bilinear")
-        x = self.run_blocks(x, pos_embed)
+        x = self.embed(x, pos_embed)
+        for block in self.blocks:
+            x = block(x)
         return self.norm(x)[:, 1:]                                  # without the class token
 
 
@@ -118,7 +120,9 @@ class FANEncoder(FAN):
             raise ValueError(f"images of {x.shape[3]} x {x.shape[2]} pixels: a FAN needs "
                              f"square images; use predict_classes, whose windows are square")
         side = x.shape[2] // self.config.patch_size
-        x = self.run_blocks(x, self.pos_embed(side))
+        x = self.embed(x, self.pos_embed(side))
+        for block in self.blocks:
+            x = block(x)
         return self.norm(x)
 
 
@@ -160,7 +164,7 @@ class MaskDecoder(nn.Module):
 
     def forward(self, x):
         B, n, _ = x.shape
-        classes = self.cls_emb[0].expand(B, -1, -1)                 # [0] as in ViT.run_blocks
+        classes = self.cls_emb[0].expand(B, -1, -1)                 # [0] as in ViT.embed
         x = torch.cat([self.proj_dec(x), classes], 1)               # (B, n + K, C)
         for block in self.blocks:
             x = block(x)

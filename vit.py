@@ -201,8 +201,8 @@ class ViT(nn.Module):
                              f"float in [0, 1] of shape (B, 3, {size}, {size})")
         return (images - self.mean) / self.std
 
-    def run_blocks(self, x, pos_embed):
-        """Compute the tokens after the last block: normalised (B, 3, h, w) -> (B, N, C).
+    def embed(self, x, pos_embed):
+        """Compute the tokens before the first block: normalised (B, 3, h, w) -> (B, N, C).
 
         Token 0 is the class token, which belongs to no patch.
         pos_embed: (1, N, C).
@@ -210,13 +210,12 @@ class ViT(nn.Module):
         x = self.patch_embed(x)                                 # (B, N - 1, C)
         # [0]: expanding the shape (1, 1, C) gives strides for which DDP prints a warning if B is 1.
         cls = self.cls_token[0].expand(x.shape[0], -1, -1)
-        x = torch.cat([cls, x], 1) + pos_embed
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return torch.cat([cls, x], 1) + pos_embed
 
     def forward(self, images):
-        x = self.run_blocks(self.normalise(images), self.pos_embed)
+        x = self.embed(self.normalise(images), self.pos_embed)
+        for block in self.blocks:
+            x = block(x)
         return self.head(self.norm(x)[:, 0])                    # the head reads the class token
 
 

@@ -1,8 +1,8 @@
 """Render scenes of shapes from formulas: images, labels and masks, without a download.
 
-A shape fills about the unit disc; the y axis points up. It is a function that returns the signed
-distance from the points (x, y) to its edge, negative inside. Near the edge, the distance has slope
-one, so `render_scenes` can soften the edge over one pixel at every image size.
+A shape fills about the unit disc; the y axis points up. It is given by the signed distance from the
+points (x, y) to its edge, negative inside. Near the edge, the distance has slope one, so
+`render_scenes` can soften the edge over one pixel at every image size.
 """
 
 import math
@@ -31,98 +31,65 @@ def box(x, y, half_width, half_height):
     return torch.maximum(x.abs() - half_width, y.abs() - half_height)
 
 
-# --- shapes: signed distance from the points (x, y) to the edge -----------------------------------
-# The factors of x and y in a slanted line, such as 0.71 (cos 45 degrees), make its slope one.
-
-def arrow(x, y):
-    head = torch.maximum((x.abs() + y - 0.95) * 0.71, -y)
-    shaft = box(x, y + 0.4, 0.3, 0.5)
-    return torch.minimum(head, shaft)
+SHAPES = ("arrow", "circle", "crescent", "cross", "flower", "heart", "ring", "square", "star",
+          "triangle")
+TEXTURES = ("plain", "gradient", "stripes", "checks", "dots", "waves")
 
 
-def circle(x, y):
-    return torch.hypot(x, y) - 0.85
+def signed_distance(shape, x, y):
+    """Return the signed distance from the points (x, y) to the edge of a shape, a name in SHAPES.
+
+    The factors of x and y in a slanted line, such as 0.71 (cos 45 degrees), make its slope one.
+    """
+    match shape:
+        case "arrow":
+            head = torch.maximum((x.abs() + y - 0.95) * 0.71, -y)
+            shaft = box(x, y + 0.4, 0.3, 0.5)
+            return torch.minimum(head, shaft)
+        case "circle":
+            return torch.hypot(x, y) - 0.85
+        case "crescent":
+            disc = torch.hypot(x, y) - 0.95
+            hole = 0.75 - torch.hypot(x - 0.45, y)
+            return torch.maximum(disc, hole)
+        case "cross":
+            return torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27))
+        case "flower":
+            x, y = fold(x, y, 5)
+            return torch.hypot(x, y - 0.58) - 0.4
+        case "heart":
+            tip = (x.abs() + (y + 0.1).abs()) * 0.71
+            discs = torch.hypot(x.abs() - 0.39, y - 0.29)
+            return torch.minimum(tip, discs) - 0.55
+        case "ring":
+            return (torch.hypot(x, y) - 0.68).abs() - 0.24
+        case "square":
+            return box(x, y, 0.75, 0.75)
+        case "star":
+            x, y = fold(x, y, 5)
+            return 0.92 * x + 0.39 * (y - 1)        # the line from a tip to the next inner corner
+        case "triangle":
+            return torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5
 
 
-def crescent(x, y):
-    disc = torch.hypot(x, y) - 0.95
-    hole = 0.75 - torch.hypot(x - 0.45, y)
-    return torch.maximum(disc, hole)
+def second_share(texture, x, y):
+    """Return the share of a texture's second colour, in [0, 1]. texture: a name in TEXTURES.
 
-
-def cross(x, y):
-    return torch.minimum(box(x, y, 0.27, 0.88), box(x, y, 0.88, 0.27))
-
-
-def flower(x, y):
-    x, y = fold(x, y, 5)
-    return torch.hypot(x, y - 0.58) - 0.4
-
-
-def heart(x, y):
-    tip = (x.abs() + (y + 0.1).abs()) * 0.71
-    discs = torch.hypot(x.abs() - 0.39, y - 0.29)
-    return torch.minimum(tip, discs) - 0.55
-
-
-def ring(x, y):
-    return (torch.hypot(x, y) - 0.68).abs() - 0.24
-
-
-def square(x, y):
-    return box(x, y, 0.75, 0.75)
-
-
-def star(x, y):
-    x, y = fold(x, y, 5)
-    return 0.92 * x + 0.39 * (y - 1)                # the line from a tip to the next inner corner
-
-
-def triangle(x, y):
-    return torch.maximum(x.abs() * 0.87 + y * 0.5, -y) - 0.5
-
-
-SHAPES = {
-    "arrow": arrow,
-    "circle": circle,
-    "crescent": crescent,
-    "cross": cross,
-    "flower": flower,
-    "heart": heart,
-    "ring": ring,
-    "square": square,
-    "star": star,
-    "triangle": triangle,
-}
-
-
-# --- textures: share of the second colour; x and y are in radians ---------------------------------
-
-def plain(x, y):
-    return torch.zeros_like(x)
-
-
-def gradient(x, y):
-    return (0.5 + 0.1 * x).clamp(0, 1)
-
-
-def stripes(x, y):
-    return (0.5 + 2 * x.sin()).clamp(0, 1)
-
-
-def checks(x, y):
-    return (0.5 + 3 * x.sin() * y.sin()).clamp(0, 1)
-
-
-def dots(x, y):
-    return (0.5 + 2 * (x.cos() + y.cos() - 0.6)).clamp(0, 1)
-
-
-def waves(x, y):
-    return 0.5 + 0.5 * (x + 2 * (0.7 * y).sin()).sin()
-
-
-TEXTURES = [plain, gradient, stripes, checks, dots, waves]
+    x and y are in radians.
+    """
+    match texture:
+        case "plain":
+            return torch.zeros_like(x)
+        case "gradient":
+            return (0.5 + 0.1 * x).clamp(0, 1)
+        case "stripes":
+            return (0.5 + 2 * x.sin()).clamp(0, 1)
+        case "checks":
+            return (0.5 + 3 * x.sin() * y.sin()).clamp(0, 1)
+        case "dots":
+            return (0.5 + 2 * (x.cos() + y.cos() - 0.6)).clamp(0, 1)
+        case "waves":
+            return 0.5 + 0.5 * (x + 2 * (0.7 * y).sin()).sin()
 
 
 # --- scenes ---------------------------------------------------------------------------------------
@@ -138,12 +105,15 @@ NOISE_COLUMN = "class"                      # The background has no class. There
                                             # amount of pixel noise in the scene.
 
 
-def apply_each(functions, which, x, y):
-    """Call functions[which[i]](x[i], y[i]) for every row i. which: (B,) int64; x, y: (B, H, W)."""
+def apply_each(function, names, which, x, y):
+    """Call function(names[which[i]], x[i], y[i]) for every row i.
+
+    which: (B,) int64. x, y: (B, H, W).
+    """
     out = torch.empty_like(x)
-    for k, function in enumerate(functions):
+    for k, name in enumerate(names):
         rows = (which == k).nonzero()[:, 0]
-        out[rows] = function(x[rows], y[rows])
+        out[rows] = function(name, x[rows], y[rows])
     return out
 
 
@@ -181,7 +151,7 @@ def textured(draw, first, second, u, v):
     cos = angle.cos() * frequency
     sin = angle.sin() * frequency
     which = (draw(0, 1, "texture") * len(TEXTURES)).long().flatten()
-    share = apply_each(TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
+    share = apply_each(second_share, TEXTURES, which, cos * u + sin * v, cos * v - sin * u)
     return torch.lerp(first, second, share[:, None])
 
 
@@ -247,7 +217,7 @@ def render_scenes(index, size=32, seed=0):
         shapes = (draw(0, 1, "class") * len(SHAPES)).long().flatten()
         if layer == NUM_LAYERS - 1:
             labels = shapes
-        distance = apply_each(SHAPES.values(), shapes, u, v) * scale
+        distance = apply_each(signed_distance, SHAPES, shapes, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
