@@ -73,7 +73,9 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         for name, attack in attacks.items():
             adv = attack_right_images(model, x, y, clean, attack, numbers)
             with torch.no_grad():
-                right[name].append(model(adv).argmax(1) == y)
+                logits = model(adv)
+            check_logits(logits)                        # the arg max of nan could be the label
+            right[name].append(logits.argmax(1) == y)
     right = {name: torch.cat(parts).cpu() for name, parts in right.items()}
     right["worst"] = torch.stack(list(right.values())).all(0)
     return right

@@ -108,10 +108,12 @@ def check_inputs(model, images, eps=0.0, clip=True):
     if clip and not (-1e-6 <= low and high <= 1 + 1e-6):  # a comparison with nan is False
         raise InputError(f"images have values from {low:g} to {high:g}, "
                          f"expected 0 to 1")
-    largest = torch.as_tensor(eps).max()
-    if clip and not 0 <= largest <= 1:
-        raise InputError(f"eps={largest:g}, expected 0 to 1, for example 8/255: eps is in "
-                         f"pixel units; was it meant as {largest:g}/255?")
+    eps = torch.as_tensor(eps)
+    wrong = ~((eps >= 0) & (eps <= 1))                  # also true for nan
+    if clip and wrong.any():
+        first = eps[wrong][0]
+        raise InputError(f"eps={first:g}, expected 0 to 1, for example 8/255: eps is in "
+                         f"pixel units; was it meant as {first:g}/255?")
 
 
 def check_logits(logits):
@@ -380,10 +382,14 @@ def sld(model, images, labels, eps, *, steps=20, rescale=False, clip=True, seed=
     Tramer & Boneh 2019; `cleverhans:sparse_l1_descent.py`.
     """
     clean_logits(model, images, clip=clip)                      # only for its checks
+    l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
+    wrong = ~((l1 >= 0) & (l1 < math.inf))                      # also true for nan
+    if wrong.any():
+        raise InputError(f"eps={l1[wrong][0]:g}, expected an L1 budget of 0 or more, for example "
+                         f"10")
     size = images[0].numel()
     # Like cleverhans, take the int(0.99 size)-th smallest entry and all larger ones, about 1 %.
     num_largest = size - max(int(0.99 * size), 1) + 1
-    l1 = torch.as_tensor(eps, dtype=images.dtype, device=images.device).view(-1, 1)
     adv = images
     for _ in range(steps):
         _, _, grad = input_gradient(cross_entropy, model, adv, labels)

@@ -430,6 +430,7 @@ def test_eps_per_image_imports_no_sympy():
     (dict(eps=math.nan), "pixel units"),
     (dict(model=torch.nn.Sequential().eval().append(Linear())), "train mode"),
     (dict(eps=8), "was it meant as 8/255"),
+    (dict(eps=torch.tensor([0.1, -0.1, 0.1, 0.1])), "eps=-0.1, expected 0 to 1"),
     (dict(model=lambda x: x.flatten(1)[:, :2] * math.nan), "not finite"),
     (dict(images=torch.full((4, 3, 4, 4), 1 + 2e-6).double()), "expected 0 to 1"),
     (dict(model=lambda x: x.flatten(1)[:, :5].softmax(1)), "probabilities"),
@@ -443,6 +444,14 @@ def test_false_robustness_is_an_error(change, message):
     clean_logits(**case)
     with pytest.raises(ValueError, match=message):
         clean_logits(**{**case, **change})
+
+
+@pytest.mark.parametrize("eps", [-5, math.nan, math.inf, torch.tensor([10.0, -5.0])])
+def test_sld_rejects_a_wrong_budget(net, eps):
+    model, images, labels = net[0], net[1][:2], net[2][:2]
+    assert torch.equal(sld(model, images, labels, 0, steps=2), images)
+    with pytest.raises(InputError, match="expected an L1 budget of 0 or more"):
+        sld(model, images, labels, eps, steps=2)
 
 
 def test_honest_scores_and_rounded_pixels_pass():

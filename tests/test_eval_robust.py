@@ -3,10 +3,12 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
 import sys
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
@@ -102,6 +104,19 @@ def test_evaluate_checks_what_an_attack_returns():
             evaluate(model.eval(), images, labels, {"a": attack})
     close = evaluate(model.eval(), images, labels, {"a": lambda model, x, y: x + 5e-7})
     assert torch.equal(close["a"], close["clean"])                      # rounding is allowed
+
+
+def test_evaluate_rejects_nan_on_attacked_images():
+    """The arg max of nan is class 0, so a wrong answer would count as right."""
+    images = torch.full((2, 3, 4, 4), 0.5)
+    labels = torch.zeros(2, dtype=torch.int64)
+
+    def model(x):
+        logits = torch.tensor([2.0, -1.0]).expand(len(x), 2)
+        return logits if x.min() > 0.4 else math.nan * logits
+
+    with pytest.raises(common.InputError, match="not finite"):
+        evaluate(model, images, labels, {"darken": lambda model, x, y: x / 2})
 
 
 def test_evaluate_rejects_networks_that_do_not_repeat():
