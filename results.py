@@ -53,6 +53,7 @@ SHOWN = {
     "clean_unswapped": "clean unswapped, no per cent",
 }
 DISTANCE = "median L2 distance in pixel values"         # of an attack without a budget
+SHARED_SETTINGS = ("eps", "conditions")                 # of all attacks in a worst case
 # Attacks with their own budget, for rows of earlier versions, which have no field own_eps.
 OWN_BUDGET = ("noise", "sld", "cw")
 PROJECT = Path(__file__).resolve().parent
@@ -292,39 +293,47 @@ def has_shared_budget(row):
     return not own_eps and isinstance(row["settings"].get("eps"), float)
 
 
-def worst_row(row):
+def worst_template(row):
     """Return the row of the worst case to which an attack's row belongs, without its numbers."""
     settings = row["settings"]
-    shared = {name: settings[name] for name in ("eps", "conditions") if name in settings}
+    shared = {name: settings[name] for name in SHARED_SETTINGS if name in settings}
     fields = (*KEY, "model", "checkpoint", "recipe")
     worst = {name: row.get(name) for name in fields}
     # None: attacks on fewer or more images belong to the same worst case.
     return worst | dict(name="worst", settings=shared, images=None)
 
 
+def attack_text(row):
+    """Return an attack in words, without the settings that a worst case shares: pgd steps=20."""
+    settings = row["settings"]
+    own = {name: settings[name] for name in settings if name not in SHARED_SETTINGS}
+    return measure_text(row["name"], own)
+
+
 def worst_cases(rows):
     """Yield rows with the worst case over attacks: an image must be right under every attack.
 
-    There is one row per model and budget with attacks of at least two names. Per attack, only
-    the rows with the most images count. The worst case is over the images that all attacks share;
-    the field images is their number.
+    There is one row per model and budget with at least two attacks. The same attack with other
+    settings is another attack. Per attack, only the row with the most images counts. The worst case
+    is over the images that all attacks share; the field images is their number.
     """
-    groups = {}                                           # {key without the attack: rows}
+    groups = {}                                           # {key of the worst case: rows of attacks}
     for row in rows:
         if has_shared_budget(row) and "right" in row:
-            groups.setdefault(row_key(worst_row(row)), []).append(row)
+            groups.setdefault(row_key(worst_template(row)), []).append(row)
     for group in groups.values():
-        most = {}                                         # {attack: largest number of images}
+        largest = {}                                      # {attack: its row with the most images}
         for row in group:
-            most[row["name"]] = max(row["images"], most.get(row["name"], 0))
-        if len(most) < 2:
+            attack = attack_text(row)
+            if attack not in largest or row["images"] > largest[attack]["images"]:
+                largest[attack] = row
+        if len(largest) < 2:
             continue
-        complete = [row for row in group if row["images"] == most[row["name"]]]
-        n = min(most.values())
-        right = [unpack(row["right"], row["images"])[:n] for row in complete]
+        n = min(row["images"] for row in largest.values())
+        right = [unpack(row["right"], row["images"])[:n] for row in largest.values()]
         under_all = torch.stack(right).all(0)
-        worst = worst_row(complete[0])
-        attacks = ",".join(sorted(most))                  # the order of the rows does not matter
+        worst = worst_template(group[0])
+        attacks = ",".join(sorted(largest))               # the order of the rows does not matter
         settings = worst["settings"] | dict(of=attacks)
         top1 = 100 * under_all.double().mean().item()
         yield worst | dict(settings=settings, images=n, top1=top1)

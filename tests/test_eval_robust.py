@@ -208,7 +208,7 @@ def test_table_has_every_row_once(first_run):
     mean = np.mean([row["top1"] for row in rows[::2] if row["name"] == "corruptions"])
     assert re.search(rf"\| corruptions type=mean severities=4, top1 +\| 7 +\| {mean:.2f} ", printed)
     for name in ("clean", "noise eps=0.068", "pgd steps=5 eps=2/255",
-                 "worst eps=2/255 of=apgd,pgd"):
+                 "worst eps=2/255 of=apgd loss=ce steps=5,pgd steps=5"):
         assert len(re.findall(rf"^\| {name}, top1 +\|", printed, re.M)) == 1, name
 
 
@@ -392,7 +392,7 @@ def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
     assert (copied["name"], copied["same_as"]) == ("adaptive_pgd", "pgd")
     assert copied["right"] == plain["right"] and copied["weights"] == plain["weights"]
     table = stored_table("r")
-    assert "worst eps=4/255 of=adaptive_pgd,pgd" in table
+    assert "worst eps=4/255 of=adaptive_pgd steps=2,pgd steps=2" in table
 
 
 def test_an_evaluation_downloads_nothing():

@@ -63,7 +63,18 @@ def test_worst_case_does_not_depend_on_row_order():
     second = [attack("apgd", [True], model="b"), attack("pgd", [True], model="b")]
     table = results.rows_table([*first, *second])
     line, = (line for line in table.splitlines() if "| worst" in line)
-    assert "of=apgd,pgd, top1" in line and line.count("100.00") == 2
+    assert "of=apgd steps=20,pgd steps=20, top1" in line and line.count("100.00") == 2
+
+
+def test_worst_cases_compare_equal_settings():
+    """Longer PGD is another attack, so the first network has no number beside it."""
+    long = dict(steps=200, eps=2 / 255)
+    first = [attack("pgd", [True]), attack("apgd", [True])]
+    second = [attack("pgd", [True], model="b"), attack("apgd", [True], model="b"),
+              attack("pgd", [False], long, model="b")]
+    table = results.rows_table(first + second)
+    worst = [line for line in table.splitlines() if "| worst" in line]
+    assert [("steps=200" in line, line.count("100.00")) for line in worst] == [(False, 1), (True, 0)]
 
 
 @pytest.mark.parametrize("change", [dict(classes=100), dict(size=32), dict(data="cifar10")])
