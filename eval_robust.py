@@ -110,9 +110,11 @@ MEASURES = ["clean", "corruptions", *CORRUPTIONS, *ATTACKS, *FOLDERS]
 DEFAULT_MEASURES = ["clean", "corruptions", "noise", "fgsm", "pgd", "adaptive_pgd", "apgd"]
 
 # Images per measure without --limit; a measure that is not named uses all images. SCENE_LIMITS: on
-# rendered scenes, so that a CPU needs only minutes. SLOW_LIMITS: on all other data.
+# rendered scenes, so that a CPU needs only minutes. SLOW_LIMITS: on all other data. An adaptive
+# attack has the limit of its plain attack, so that it can repeat the row of the plain attack.
 SCENE_LIMITS = {name: 80 for name in ATTACKS}
-SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, sld=160, spsa=20, cw=40)
+SCENE_LIMITS |= dict(corruptions=320, noise=640, fgsm=640, pgd=160, adaptive_pgd=160, sld=160,
+                     spsa=20, cw=40)
 SLOW_LIMITS = dict(spsa=100, cw=100, square=1000, autoattack=1000, adaptive_autoattack=1000)
 
 
@@ -868,7 +870,7 @@ def main():
     data = load_data(args, models)
     if args.batch_size is None:
         args.batch_size = images_per_batch(models, args.device)
-    reads_files = isinstance(data, ImageTree) or args.corrupted_dir
+    reads_files = not isinstance(data, Split) or args.corrupted_dir
     if args.num_workers is None:
         args.num_workers = common.default_workers()
     elif not reads_files and not set(FOLDERS).intersection(args.measures):

@@ -446,6 +446,31 @@ def test_flags_without_effect_are_errors(words, expected):
     assert expected in refused(eval_robust, "--device cpu --ckpt m.pt", words)
 
 
+def test_own_datasets_accept_num_workers(monkeypatch):
+    class Own(torch.utils.data.Dataset):
+        """Your own data set, whose images are not in memory."""
+        labels = torch.zeros(4, dtype=torch.int64)
+        classes = list(SHAPES)
+
+        def __getitem__(self, key):
+            position, index = key
+            return torch.zeros(3, 32, 32, dtype=torch.uint8), 0, position
+
+    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: Own())
+    make_checkpoint()
+    run("--ckpt m.pt --num_workers 0", CLEAN)
+    assert read()[0]["images"] == 4
+
+
+@pytest.mark.parametrize("data", ["shapes", "imagenet"])
+def test_adaptive_attacks_get_the_plain_attacks_images(data):
+    """A row of the plain attack on other images could not be copied."""
+    args = Namespace(data=data, limit=None, seed=0)
+    for adaptive, plain in eval_robust.PLAIN.items():
+        assert torch.equal(eval_robust.choose(9999, adaptive, args),
+                           eval_robust.choose(9999, plain, args))
+
+
 def test_table_needs_rows_at_every_path():
     make_checkpoint()
     run("--ckpt m.pt", CLEAN)
