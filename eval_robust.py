@@ -232,7 +232,7 @@ class Model(NamedTuple):
     num_logits: int
     about: dict                          # fields of its rows: model (its name), checkpoint, ...
     classes: list = []                   # class names in the order of its logits; [] if unknown
-    trained: dict = {}                   # the flags of its training; {} for other people's networks
+    train_args: dict = {}                # the flags of its training; {} for other people's networks
     crop: float | None = None            # evaluation crop of its data set; None if unknown
     seen: list = []                      # hashes of the photos that its training used
 
@@ -298,14 +298,14 @@ def load_model(path, device):
     """Return the Model of a checkpoint of train_cls.py, or of one with timm's names."""
     checkpoint = common.load(path)
     task = checkpoint.get("task")
-    trained = {}
+    train_args = {}
     if task is None:
         net = load_timm(checkpoint)
-        run = Path(path).stem
+        label = Path(path).stem
     elif task == "classification":
         net = classifier_from_checkpoint(checkpoint)
-        trained = checkpoint["args"]
-        run = f"seed {trained['seed']}"
+        train_args = checkpoint["args"]
+        label = f"seed {train_args['seed']}"
     else:
         raise InputError(f"--ckpt {path} is for {task}; evaluate it by train_seg.py or "
                          f"train_lm.py --eval_only")
@@ -318,12 +318,13 @@ def load_model(path, device):
     config = {name: value for name, value in settings.items()
               if name != "pap" and value != usual.get(name)}
     size = net.config.image_size
-    about = dict(model=f"{kind_of(net.config)}, {run}", checkpoint=str(path),
-                 model_config=config, recipe=recipe(trained, checkpoint.get("fingerprint")),
+    about = dict(model=f"{kind_of(net.config)}, {label}", checkpoint=str(path),
+                 model_config=config, recipe=recipe(train_args, checkpoint.get("fingerprint")),
                  weights=common.checksum(net), size=size, code=code_hash())
     classes = list(checkpoint.get("classes") or [])
     return Model(net, size, images, num_logits=logits.shape[1], about=about, classes=classes,
-                 trained=trained, crop=trained_crop(trained), seen=checkpoint.get("seen", []))
+                 train_args=train_args, crop=trained_crop(train_args),
+                 seen=checkpoint.get("seen", []))
 
 
 def load_file(path, size, device):
@@ -411,19 +412,22 @@ def check_different(models):
 
 
 def complete_flags(args, models):
-    """Return a copy of the flags with the values in use of data and data_dir."""
+    """Return a copy of the flags with the values in use of data and data_dir.
+
+    InputError if the models differ in the size of their images, or leave a value open.
+    """
     args = copy.copy(args)
     sizes = [model.size for model in models]
     only_value(models, sizes, "image_size", "evaluate them one by one")
     if not args.data:
-        stored = [model.trained.get("data") for model in models]
+        stored = [model.train_args.get("data") for model in models]
         args.data = only_value(models, stored, "data", "choose one with --data") or "imagenet"
     if args.data == "shapes" and args.data_dir:
         raise InputError(f"--data_dir {args.data_dir} would do nothing: the rendered scenes of "
                          f"--data shapes need no folder; for your own images add --data folder")
     if not args.data_dir and args.data != "shapes":
-        same_data = [model for model in models if model.trained.get("data") == args.data]
-        stored = [model.trained.get("data_dir") for model in same_data]
+        same_data = [model for model in models if model.train_args.get("data") == args.data]
+        stored = [model.train_args.get("data_dir") for model in same_data]
         args.data_dir = only_value(same_data, stored, "data_dir", "choose one with --data_dir")
     return args
 
@@ -500,13 +504,13 @@ def data_flags(args, models, classes):
     num_images is the largest of all trainings, crop is the crop of the trainings, and seen has the
     photos that a training used, which are left out.
     """
-    trainings = [model.trained for model in models if model.trained]
+    trainings = [model.train_args for model in models if model.train_args]
     flags = {}
     for name in set().union(*trainings):
-        values = [trained.get(name) for trained in trainings]
+        values = [train_args.get(name) for train_args in trainings]
         if all(value == values[0] for value in values):
             flags[name] = values[0]
-    counts = [trained.get("num_images") or 0 for trained in trainings]
+    counts = [train_args.get("num_images") or 0 for train_args in trainings]
     if any(counts):
         flags["num_images"] = max(counts)
     crops = [model.crop for model in models]
@@ -541,24 +545,23 @@ def batches(data, index, args, title=""):
     """Load this process's share of the images in batches on the device.
 
     index: (n,) numbers of images in the data set. title: text of the progress bar.
-    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[place] (b,), and place (b,):
+    Yields x (b, 3, S, S) float in [0, 1], labels (b,), numbers = index[rows] (b,), and rows (b,):
     the rows of index, and of the results, that belong to the batch.
     """
     device = args.device
-    share = torch.arange(len(index))[args.rank::args.world]     # torchrun starts `world` processes
-    # place: the rows of index that belong to one batch. part: the numbers of its images.
-    places = [place for place in share.split(args.batch_size) if len(place)]
-    parts = [index[place] for place in places]
+    own_rows = torch.arange(len(index))[args.rank::args.world]  # torchrun starts `world` processes
+    batch_rows = [rows for rows in own_rows.split(args.batch_size) if len(rows)]
+    batch_numbers = [index[rows] for rows in batch_rows]
     if isinstance(data, Split):
-        on_device = (part.to(device) for part in parts)
-        loaded = ((data.images[part], data.labels[part], part) for part in on_device)
+        loaded = ((data.images[numbers], data.labels[numbers], numbers)
+                  for numbers in batch_numbers)
     else:
-        keys = ((part, part) for part in parts)           # (numbers to return, images to load)
+        keys = zip(batch_numbers, batch_numbers)          # (numbers to return, images to load)
         loaded = image_batches(data, keys, args.num_workers, device)
-    with_places = zip(loaded, places)
-    for batch, place in common.bar(with_places, title[:60], total=len(places), leave=False):
+    steps = zip(loaded, batch_rows)
+    for batch, rows in common.bar(steps, title[:60], total=len(batch_rows), leave=False):
         pixels, labels, numbers = (t.to(device, non_blocking=True) for t in batch)
-        yield pixels.float() / 255, labels, numbers, place.to(device)
+        yield pixels.float() / 255, labels, numbers, rows.to(device)
 
 
 # --- scores of images -----------------------------------------------------------------------------
@@ -594,24 +597,25 @@ def accuracy(results, num_classes):
 # --- measures: each returns fields of a row -------------------------------------------------------
 
 class Measure(NamedTuple):
-    """A row to compute for each network."""
+    """A row to compute for each network.
+
+    run: a function of (model, source, index, args) that returns the fields of a row. model: a
+    Model. index: (n,) the numbers of the images in `source` to use. args: the flags.
+    """
     name: str
     settings: dict                       # of the row
     source: Split | ImageTree            # the images
     fingerprint: str                     # of source
-    run: Callable                        # run(model, source, index, args) returns fields of a row
+    run: Callable
 
-
-# The functions `run`. model: a Model. source: the images. index: (n,) the numbers of the images to
-# use. args: the flags.
 
 @torch.no_grad()
 def clean(model, source, index, args):
     """Measure accuracy and mean loss on the unchanged images."""
     results = torch.zeros(len(index), 3, device=args.device)
     title = f"clean, {model.about['model']}"
-    for x, labels, _, place in batches(source, index, args, title):
-        results[place] = scores(model.net(x).float(), labels)
+    for x, labels, _, rows in batches(source, index, args, title):
+        results[rows] = scores(model.net(x).float(), labels)
     results = join_rows(results)
     loss = results[:, 2].mean().item()
     return dict(loss=loss) | accuracy(results, model.num_logits)
@@ -641,23 +645,23 @@ def corrupted(model, source, index, args, *, kind):
             folder = Path(args.corrupted_dir, kind, str(severity))
             copies = open_folder(folder, source.classes, model.size, crop=1.0)  # already cropped
             check_copies(copies, source, folder)
-            for x, labels, _, place in batches(copies, index, args, title):
-                results[i, place] = scores(model.net(x).float(), labels)
+            for x, labels, _, rows in batches(copies, index, args, title):
+                results[i, rows] = scores(model.net(x).float(), labels)
     else:
         if isinstance(source, ImageTree):
             source = copy.copy(source)
             source.resample = "bilinear"                  # as in the making of ImageNet-C
-        for x, labels, numbers, place in batches(source, index, args, title):
+        for x, labels, numbers, rows in batches(source, index, args, title):
             pixels = (255 * x).round().byte()
             for i, severity in enumerate(args.severities):
                 changed = corrupt(pixels, kind, severity, seed=args.seed, index=numbers,
                                   frost_dir=args.frost_dir)
                 logits = model.net(changed.float() / 255).float()
-                results[i, place] = scores(logits, labels)
-    rows = [accuracy(result, model.num_logits) for result in join_rows(results)]
+                results[i, rows] = scores(logits, labels)
+    per_severity = [accuracy(result, model.num_logits) for result in join_rows(results)]
     fields = {}
-    for field in rows[0]:
-        fields[field] = [row[field] for row in rows]
+    for field in per_severity[0]:
+        fields[field] = [one[field] for one in per_severity]
     return fields
 
 
@@ -707,7 +711,7 @@ def attacked(model, source, index, args, *, name, attack, has_own_eps):
     # columns: Linf, L2, L1, how far a pixel is outside [0, 1]
     distances = torch.zeros(len(index), 4, dtype=torch.float64)
     title = f"{name}, {model.about['model']}"
-    for x, labels, numbers, place in batches(source, index, args, title):
+    for x, labels, numbers, rows in batches(source, index, args, title):
         if args.preset == "paper":
             clip = name in PAPER_CLIPS
             adv = attack_as_paper(net, x, numbers, attack, clip)
@@ -716,12 +720,12 @@ def attacked(model, source, index, args, *, name, attack, has_own_eps):
                 right = net(x).argmax(1) == labels
             adv = attack_right_images(net, x, labels, right, attack, index=numbers)
         with torch.no_grad():
-            results[place] = scores(net(adv).float(), labels)
+            results[rows] = scores(net(adv).float(), labels)
         move = (adv - x).flatten(1).cpu().double()        # mps has no float64
         outside = (adv - adv.clamp(0, 1)).flatten(1).cpu().double()
         norms = [move.norm(p, 1) for p in (math.inf, 2, 1)]
         norms.append(outside.norm(math.inf, 1))
-        distances[place.cpu()] = torch.stack(norms, 1)
+        distances[rows.cpu()] = torch.stack(norms, 1)
 
     distances = join_rows(distances)
     changed = distances[distances[:, 0] > 0]              # maxima, median and mean over these
@@ -738,8 +742,8 @@ def attacked(model, source, index, args, *, name, attack, has_own_eps):
 def logits_of_classes(model, data, index, args, columns):
     """Return the logits for the classes `columns`, (n, len(columns)), in every process."""
     logits = torch.zeros(len(index), len(columns), device=args.device)
-    for x, _, _, place in batches(data, index, args, "logits"):
-        logits[place] = model.net(x).float()[:, columns]
+    for x, _, _, rows in batches(data, index, args, "logits"):
+        logits[rows] = model.net(x).float()[:, columns]
     return join_rows(logits)
 
 
@@ -759,19 +763,19 @@ def outliers(model, source, index, args, *, val):
     the AUPR of a random guess.
     """
     columns = source.labels.unique()
-    inside = torch.isin(val.labels, columns).nonzero()[:, 0]
-    if not len(inside):
+    val_index = torch.isin(val.labels, columns).nonzero()[:, 0]
+    if not len(val_index):
         raise InputError(f"--data_dir {args.data_dir}: val/ has no image of the {len(columns)} "
                          f"classes of --imagenet_o; expected one or more")
-    inside = inside[choose(len(inside), "imagenet_o", args)]
+    val_index = val_index[choose(len(val_index), "imagenet_o", args)]
     both = torch.cat([
         logits_of_classes(model, source, index, args, columns),
-        logits_of_classes(model, val, inside, args, columns)])
+        logits_of_classes(model, val, val_index, args, columns)])
     doubt = -both.softmax(1).amax(1)                      # high where the confidence is low
     is_outlier = torch.arange(len(both)) < len(index)
     aupr = 100 * metrics.average_precision(doubt, is_outlier)
     chance = 100 * len(index) / len(both)
-    return dict(aupr=aupr, chance=chance, inside=len(inside), classes=len(columns))
+    return dict(aupr=aupr, chance=chance, inside=len(val_index), classes=len(columns))
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -899,20 +903,20 @@ def main():
                                f"networks, code, images or settings of {measure.name}")
         for key, model in model_of.items():
             if key not in finished:
-                row = model.about | measured | origin
+                about = model.about | measured | origin
                 # Without PAP, an adaptive attack repeats the plain attack, whose row may be
                 # finished.
                 plain = PLAIN.get(measure.name)           # None: the attack is not adaptive
-                same = None
+                plain_row = None
                 if plain:
-                    same = finished.get(row_key(row | dict(name=plain)))
-                if same and not pap_steps(model.net, model.images):
-                    row = same | dict(name=measure.name, same_as=plain)
+                    plain_row = finished.get(row_key(about | dict(name=plain)))
+                if plain_row and not pap_steps(model.net, model.images):
+                    row = plain_row | dict(name=measure.name, same_as=plain)
                 else:
                     began = time.perf_counter()
                     fields = measure.run(model, measure.source, index, args)
                     seconds = round(time.perf_counter() - began, 2)
-                    row = row | fields | dict(seconds=seconds)
+                    row = about | fields | dict(seconds=seconds)
                 common.append_row(path, row)                        # rank 0 writes
                 finished[key] = row
             shown.append(finished[key])
