@@ -13,26 +13,25 @@ import common  # before torch, because it sets GOMP_SPINCOUNT for torch's thread
 from matplotlib.figure import Figure
 
 from eval_robust import PAPER_CLIPS
-from results import KEY, MODEL, has_shared_budget, measure_text, row_key, unpack
+from results import (KEY_FIELDS, NETWORK_FIELDS, has_shared_budget, measure_text, row_key,
+                     unpack)
 
 
 def training_curves(rows):
-    """Convert the rows of log.jsonl to {panel: {curve: [(step, value)]}}."""
+    """Convert the rows of log.jsonl to {(panel, curve): [(step, value)]}."""
     curves = {}
     for row in rows:
-        points = []
+        values = {}                             # {(panel, curve): value}
         if "loss" in row:
-            points.append(("loss", "training", row["loss"]))
+            values["loss", "training"] = row["loss"]
         for name, value in row.get("eval", {}).items():
             if isinstance(value, float):
-                points.append((name, "evaluation", value))
+                values[name, "evaluation"] = value
         for layer, shares in row.get("nonzero_S", {}).items():
             for step, share in enumerate(shares, 1):
-                name = f"layer {layer}, step {step}"
-                points.append(("share of nonzero S", name, share))
-        for panel, name, value in points:
-            panel_curves = curves.setdefault(panel, {})
-            panel_curves.setdefault(name, []).append((row["step"], value))
+                values["share of nonzero S", f"layer {layer}, step {step}"] = share
+        for curve, value in values.items():
+            curves.setdefault(curve, []).append((row["step"], value))
     return curves
 
 
@@ -64,8 +63,8 @@ def budget_curves(rows):
     --preset paper, the curves of PAPER_CLIPS have no such point, because these attacks clip the
     normalised images first. Attacks with their own budget, such as noise, have no curve.
     """
-    same_images = (*MODEL, "code", "data", "fingerprint", "seed")
-    same_curve = (*KEY, "checkpoint")
+    same_images = (*NETWORK_FIELDS, "code", "data", "fingerprint", "seed")
+    same_curve = (*KEY_FIELDS, "checkpoint")
     rows = list({row_key(row, same_curve): row for row in rows}.values())
     clean = {}                                  # {key: the clean row with the most images}
     for row in rows:
@@ -73,26 +72,24 @@ def budget_curves(rows):
             key = row_key(row, same_images)
             if key not in clean or row["images"] > clean[key]["images"]:
                 clean[key] = row
-    panels = {}                                 # {panel: {key without eps: rows}}
+    groups = {}                                 # {(panel, key without eps): rows of a curve}
     for row in rows:
         if has_shared_budget(row):
             settings = dict(row["settings"])
             settings.pop("eps")
-            title = measure_text(row["name"], settings)
-            panel = panels.setdefault((title, budget_unit(row)), {})
+            panel = measure_text(row["name"], settings), budget_unit(row)
             key = row_key(row | dict(settings=settings), same_curve)
-            panel.setdefault(key, []).append(row)
-    curves = {}
-    for panel, groups in panels.items():
-        labels = curve_labels([group[0] for group in groups.values()])
-        curves[panel] = []
-        for label, group in zip(labels, groups.values()):
-            first = group[0]
-            start = clean.get(row_key(first, same_images))
-            if first["settings"].get("conditions") == "paper" and first["name"] in PAPER_CLIPS:
-                start = None
-            curves[panel].append((label, curve_points(group, start)))
-    return curves
+            groups.setdefault((panel, key), []).append(row)
+    first_rows = {}                             # {panel: the first row of each curve}
+    points = {}                                 # {panel: the points of each curve}
+    for (panel, _), group in groups.items():
+        first = group[0]
+        start = clean.get(row_key(first, same_images))
+        if first["settings"].get("conditions") == "paper" and first["name"] in PAPER_CLIPS:
+            start = None
+        first_rows.setdefault(panel, []).append(first)
+        points.setdefault(panel, []).append(curve_points(group, start))
+    return {panel: list(zip(curve_labels(first_rows[panel]), points[panel])) for panel in points}
 
 
 def curve_points(rows, clean):
@@ -116,7 +113,7 @@ def curve_labels(rows):
     for row, label in zip(rows, labels):
         if counts[label] > 1:
             twins = [other for other, name in zip(rows, labels) if name == label]
-            for field in KEY:
+            for field in KEY_FIELDS:
                 values = {row_key(twin, [field]) for twin in twins}
                 if len(values) > 1:
                     label += f", {field} {row.get(field)}"
@@ -159,9 +156,8 @@ def main():
     rows = []
     for folder in folders:
         logged = training_curves(common.read_log(folder / "log.jsonl"))
-        for panel, lines in logged.items():
-            named = [(f"{folder}, {name}", points) for name, points in lines.items()]
-            curves.setdefault((panel, "training step"), []).extend(named)
+        for (panel, name), points in logged.items():
+            curves.setdefault((panel, "training step"), []).append((f"{folder}, {name}", points))
         stored = common.read_log(folder / "results.jsonl")
         stored += common.read_log(folder / "robust" / "results.jsonl")
         stored = [row for row in stored if "top1" in row]

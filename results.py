@@ -1,7 +1,7 @@
 """Rows of results.jsonl: their keys, their summaries, and the tables that compare networks.
 
 eval_robust.py, train_seg.py --eval_only and train_lm.py --eval_only write one row per network and
-measure. A row is a dict: what was measured (KEY), the numbers, and where they were computed.
+measure. A row is a dict: what was measured (KEY_FIELDS), the numbers, and where they were computed.
 
     print(rows_table(read_rows("out/a")))          # one line per measure, one column per network
     print(seeds_table(read_rows("out/all")))       # mean and 95 % interval over seeds
@@ -30,11 +30,11 @@ from common import InputError
 from robust import metrics
 from robust.corruptions import NAMES
 
-# A stored row is used again only if all fields of KEY are equal. `settings` contains the settings
+# A stored row is used again only if all its KEY_FIELDS are equal. `settings` contains the settings
 # of the measure; `fingerprint` is a hash of the files or pixels, and of their labels; `code` is a
-# hash of the program. MODEL identifies the network.
-MODEL = ("weights", "model_config", "size")
-KEY = (*MODEL, "code", "data", "fingerprint", "name", "settings", "seed", "images")
+# hash of the program. The NETWORK_FIELDS identify the network.
+NETWORK_FIELDS = ("weights", "model_config", "size")
+KEY_FIELDS = (*NETWORK_FIELDS, "code", "data", "fingerprint", "name", "settings", "seed", "images")
 
 # The fields of a row that are numbers of a table, and their names there. Perplexities are no per
 # cent, but all other numbers are.
@@ -64,14 +64,14 @@ NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",
 
 # --- rows -----------------------------------------------------------------------------------------
 
-def row_key(row, fields=KEY):
+def row_key(row, fields=KEY_FIELDS):
     """Return the key of a row: the values of the fields as text."""
     return common.to_json([row.get(name) for name in fields], sort_keys=True)
 
 
 def network_key(row):
     """Return the key of the network of a row."""
-    return row_key(row, MODEL)
+    return row_key(row, NETWORK_FIELDS)
 
 
 # A path without symbolic links. Thousands of modules are loaded; each path is looked up once.
@@ -279,9 +279,10 @@ def mean_rows(rows):
             if field in row:
                 over_severities = [mean_value(row_of[name][field]) for name in NAMES]   # per type
                 row[field] = mean_value(over_severities)
-        alexnets = row.get("data") == "imagenet" and row.get("classes") == 1000
-        full_size = row.get("size") == 224
-        if alexnets and full_size and row["settings"].get("severities") == [1, 2, 3, 4, 5]:
+        comparable = (row.get("data") == "imagenet" and row.get("classes") == 1000
+                      and row.get("size") == 224
+                      and row["settings"].get("severities") == [1, 2, 3, 4, 5])
+        if comparable:                                    # with AlexNet's errors
             errors = {name: 1 - mean_value(row_of[name]["top1"]) / 100 for name in NAMES}
             row["mce"] = metrics.mean_corruption_error(errors)
         yield row
@@ -297,7 +298,7 @@ def worst_template(row):
     """Return the row of the worst case to which an attack's row belongs, without its numbers."""
     settings = row["settings"]
     shared = {name: settings[name] for name in SHARED_SETTINGS if name in settings}
-    fields = (*KEY, "model", "checkpoint", "recipe")
+    fields = (*KEY_FIELDS, "model", "checkpoint", "recipe")
     worst = {name: row.get(name) for name in fields}
     # None: attacks on fewer or more images belong to the same worst case.
     return worst | dict(name="worst", settings=shared, images=None)
@@ -379,15 +380,16 @@ def all_cells(rows):
 def by_images(cells):
     """Group Cells by their images: {(measure, images, fingerprint): cells}.
 
-    Groups of one measure are neighbours.
+    The measures have the order of their first cells; groups of one measure are neighbours.
     """
-    by_measure = {}                                       # {measure: its cells}
-    for cell in cells:
-        by_measure.setdefault(cell.text, []).append(cell)
+    measures = list(dict.fromkeys(cell.text for cell in cells))     # each one once
+
+    def number_of_measure(cell):
+        return measures.index(cell.text)
+
     groups = {}
-    for text, own_cells in by_measure.items():
-        for cell in own_cells:
-            groups.setdefault((text, cell.images, cell.fingerprint), []).append(cell)
+    for cell in sorted(cells, key=number_of_measure):     # cells of one measure keep their order
+        groups.setdefault((cell.text, cell.images, cell.fingerprint), []).append(cell)
     return groups
 
 
@@ -515,8 +517,8 @@ def kinds_of_network(rows):
         if seed.isdecimal():
             # Rows of earlier versions have no recipe: their checkpoints differ only in the seed.
             path = without_seed(row["checkpoint"], seed)
-            kind = row | dict(recipe=row.get("recipe") or path)
-            key = row_key(kind, ("model_config", "size", "task", "recipe"))
+            with_recipe = row | dict(recipe=row.get("recipe") or path)
+            key = row_key(with_recipe, ("model_config", "size", "task", "recipe"))
             first_row.setdefault(key, (title, row["checkpoint"]))
             seeds_of_kind.setdefault(key, {})[network_key(row)] = int(seed)
     kinds = []

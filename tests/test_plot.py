@@ -35,9 +35,10 @@ def write(path, rows):
 
 def test_curves_have_the_numbers_of_the_rows():
     curves = plot.training_curves(LOG)
-    assert curves.keys() == {"loss", "top1", "share of nonzero S"}
-    assert curves["loss"] == {"training": [(2, 2.0), (4, 1.0)], "evaluation": [(2, 1.5), (4, 0.5)]}
-    assert curves["share of nonzero S"]["layer 0, step 2"] == [(2, 0.25)]
+    assert {panel for panel, _ in curves} == {"loss", "top1", "share of nonzero S"}
+    assert curves["loss", "training"] == [(2, 2.0), (4, 1.0)]
+    assert curves["loss", "evaluation"] == [(2, 1.5), (4, 0.5)]
+    assert curves["share of nonzero S", "layer 0, step 2"] == [(2, 0.25)]
 
 
 def test_a_curve_has_one_network_and_steps():
