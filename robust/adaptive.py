@@ -99,30 +99,27 @@ def smooth_shrink(x, tau):
     return soft_threshold(x, tau).detach() + (smooth - smooth.detach())
 
 
-class Surrogates(NamedTuple):
-    """Two lists of surrogates: dicts of settings of PAP that make them, or models.
-
-    SURROGATES has functions that return the settings; `all_surrogates` returns the models.
-    """
-    same_outputs: list                  # they have the model's outputs, but other gradients
-    only_apgd: list                     # more of them, for APGD; they may have other outputs
+class SurrogateSettings(NamedTuple):
+    """Two lists of settings of PAP; each dict makes a surrogate."""
+    same_outputs: list                  # surrogates with the model's outputs, but other gradients
+    only_apgd: list                     # more surrogates, for APGD; they may have other outputs
 
 
 def pap_surrogates(steps):
-    """Return the settings of Surrogates for layers that run `steps` steps of `rpc_attention`."""
+    """Return the SurrogateSettings for layers that run `steps` steps of `rpc_attention`."""
     same_outputs = [dict(shrink=identity_slope), dict(shrink=zero_slope)]
     only_apgd = [dict(shrink=smooth_shrink),
                  dict(lambd=math.inf),                          # S stays 0
                  dict(n_iter=max(steps // 2, 1))]
-    return Surrogates(same_outputs, only_apgd)
+    return SurrogateSettings(same_outputs, only_apgd)
 
 
 def rpca_surrogates(steps):
-    """Return the settings of Surrogates for layers that run `steps` steps of `rpca_attention`."""
+    """Return the SurrogateSettings for layers that run `steps` steps of `rpca_attention`."""
     same_outputs = [dict(constant_s=True)]
     only_apgd = [dict(constant_s=True, lambd=math.inf),         # S stays 0
                  dict(n_iter=max(steps // 2, 1))]
-    return Surrogates(same_outputs, only_apgd)
+    return SurrogateSettings(same_outputs, only_apgd)
 
 
 # Surrogates by the layer's attribute attn. All other layers with PAP use `pap_surrogates`. Enter
@@ -131,7 +128,10 @@ SURROGATES = {"rpca": rpca_surrogates}
 
 
 def all_surrogates(model, images):
-    """Return the Surrogates for all kinds of layers in the model, as models."""
+    """Return two lists of models: the surrogates for all kinds of layers in the model.
+
+    The lists are the lists of SurrogateSettings: same_outputs and only_apgd.
+    """
     kinds = {}                                                  # {function: its layers}
     for layer in layers_with_pap(model, images):
         function = SURROGATES.get(getattr(layer, "attn", None), pap_surrogates)
@@ -144,13 +144,13 @@ def all_surrogates(model, images):
             found = function(steps)
             same_outputs += [with_pap(model, layers, **settings) for settings in found.same_outputs]
             only_apgd += [with_pap(model, layers, **settings) for settings in found.only_apgd]
-    return Surrogates(same_outputs, only_apgd)
+    return same_outputs, only_apgd
 
 
 def gradient_models(model, images):
     """Return all surrogates as a list, the argument `surrogates` of `apgd`; [] without PAP."""
-    found = all_surrogates(model, images)
-    return found.same_outputs + found.only_apgd
+    same_outputs, only_apgd = all_surrogates(model, images)
+    return same_outputs + only_apgd
 
 
 # --- the attacks ---------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     # This call gets eps as it is, so that the result equals the result of `pgd` bit for bit.
     adv = pgd(model, images, labels, eps, index=index, **settings)
     eps, index = per_image(images, eps, index)
-    surrogates = all_surrogates(model, images).same_outputs
+    surrogates, _ = all_surrogates(model, images)               # with the model's outputs
     if not surrogates:
         return adv
     margins = margin(wide(model(adv)), labels)
@@ -176,9 +176,9 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
         tried = pgd(surrogate, images[rows], labels[rows], eps[rows], index=index[rows],
                     **settings)
         new_margins = margin(wide(model(tried)), labels[rows])
-        nearer = new_margins < margins[rows]
-        adv[rows[nearer]] = tried[nearer]
-        margins[rows[nearer]] = new_margins[nearer]
+        lower = new_margins < margins[rows]
+        adv[rows[lower]] = tried[lower]
+        margins[rows[lower]] = new_margins[lower]
     return adv
 
 
