@@ -133,8 +133,11 @@ def check_logits(logits):
     # Few logits can lie between 0 and 1 by chance, and early in a training all images have similar
     # logits. So few classes count only if a score is near 1. Equal logits are no error, because a
     # layer whose weights start at 0 returns equal logits before the training.
-    enough = logits.numel() >= 16 and (logits.shape[1] >= 8 or logits.max() > 0.99)
-    if enough and logits.max() <= 1 and logits.min() < logits.max():
+    enough_scores = logits.numel() >= 16
+    many_classes = logits.shape[1] >= 8
+    near_one = logits.max() > 0.99
+    in_range = logits.max() <= 1 and logits.min() < logits.max()
+    if enough_scores and (many_classes or near_one) and in_range:
         raise InputError(f"the model returns scores from 0 to 1, {expected}")
 
 
@@ -154,17 +157,17 @@ def check_repeats(model, images, logits):
                          f"one by one, but {tuple(logits.shape)} for all of them; expected "
                          f"the same")
     largest = logits.abs().max()
-    change = (again - alone).abs().max()
-    if not change <= 1e-3 * largest:                            # also true if change is nan
+    between_calls = (again - alone).abs().max()
+    if not between_calls <= 1e-3 * largest:                     # also true for nan
         raise InputError(f"two calls with the same image return logits that differ by up to "
-                         f"{change:.2g}; the largest logit is {largest:.2g}; expected the "
+                         f"{between_calls:.2g}; the largest logit is {largest:.2g}; expected the "
                          f"same logits in every call. Possible causes: dropout is on, for "
                          f"example in a module in a plain list; the model draws random "
                          f"numbers; the model adapts to its inputs")
-    change = (alone - logits).abs().max()
-    if not change <= 0.05 * largest:                            # also true if change is nan
+    by_batch = (alone - logits).abs().max()
+    if not by_batch <= 0.05 * largest:                          # also true for nan
         raise InputError(f"the logits of an image change with the other images of the batch, by "
-                         f"up to {change:.2g}; the largest logit is {largest:.2g}; expected "
+                         f"up to {by_batch:.2g}; the largest logit is {largest:.2g}; expected "
                          f"logits that depend on this image alone. Possible causes: a "
                          f"BatchNorm uses the statistics of the batch; the model adapts to "
                          f"its inputs")
@@ -298,9 +301,9 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
     grad = torch.zeros_like(centre).flatten(1)                              # (b, D)
     for group in range(math.ceil(pairs / GROUP)):
         n = min(GROUP, pairs - GROUP * group)                               # pairs in this group
-        place = torch.arange(n, device=centre.device, dtype=torch.int32)[:, None]
+        bit = torch.arange(n, device=centre.device, dtype=torch.int32)[:, None]
         all_bits = (uniform(index, grad.shape[1], *key, group) * 2 ** 24).int()     # (b, D)
-        bits = (all_bits[:, None] >> place) & 1                             # (b, n, D)
+        bits = (all_bits[:, None] >> bit) & 1                               # (b, n, D)
         signs = 2 * bits.to(centre.dtype) - 1
         step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, n, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
@@ -470,14 +473,14 @@ def cw(model, images, labels, eps=None, *, confidence=0.0, steps=1000, lr=5e-3,
     if not len(rows):
         return adv
 
-    images = adv[rows]
-    labels = labels[rows]
+    unfooled = adv[rows]
+    unfooled_labels = labels[rows]
     distance = torch.full_like(margins[rows], math.inf)                 # inf: no success yet
     lower = torch.zeros_like(distance)
     upper = torch.full_like(distance, math.inf)                         # inf: no success yet
     c = torch.full_like(distance, c0)
     for _ in range(search_steps):
-        tried, new_distance = cw_round(model, images, labels, c, confidence, steps, lr)
+        tried, new_distance = cw_round(model, unfooled, unfooled_labels, c, confidence, steps, lr)
         success = new_distance < math.inf
         nearer = new_distance < distance
         adv[rows[nearer]] = tried[nearer]

@@ -91,7 +91,20 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
 def climb(model, source, objective, s, steps):
     """Raise the model's loss along the gradient of the model `source`.
 
-    s: the images, labels, bounds and step sizes, selected in `apgd`; this function changes s.
+    s: the state of the images, selected in `apgd`; this function changes s. Its fields from apgd:
+        labels, targets   (B,) int64
+        x, low, high      the iterate and its bounds, shaped as images
+        step              the step size, (B, 1, 1, 1)
+        adv               the last misclassified iterate, or the clean image, shaped as images
+    The fields of this function, for the images that are still in s:
+        row               (B,) int64, the image's row in the results
+        fooled_now, fooled        (B,) bool: x fools the model; an iterate has fooled it
+        loss, grad        of x: (B,), and shaped as images
+        x_old             the iterate before x
+        best_x, best_grad, best_loss      of the iterate with the highest loss
+        loss_at_checkpoint        (B,): best_loss at the last checkpoint
+        rises             (B,) int64, steps since the last checkpoint that raised the loss
+        halved            (B,) bool: the step was halved at the last checkpoint
     Returns the last misclassified iterates, (B, 3, H, W), or the clean images where there is none,
     and which images fool the model, (B,) bool.
     """
@@ -312,24 +325,24 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     if not len(s.row):
         return adv
     s.margin = margin(wide(model(s.best)), s.labels)
-    for query in range(queries):
-        if query % 50 == 0:
-            fooled = s.margin < 0
-            adv[s.row[fooled]] = s.best[fooled]
-            s = select_rows(s, ~fooled)                         # leave the finished images out
-            if not len(s.row):
-                return adv
-            draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + query // 50)
-            draws = draws.view(-1, 50, 2 + C)
-        draw = draws[:, query % 50]                             # 2 for the place, C for the signs
-        inside = random_square(draw[:, :2], query, H, W)
-        # 2 eps is the distance from low to high, so the push reaches a bound from every value.
-        push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
-        candidate = torch.where(inside, s.best + push, s.best).clamp(s.low, s.high)
-        new_margin = margin(wide(model(candidate)), s.labels)
-        better = column(new_margin < s.margin)
-        s.best = torch.where(better, candidate, s.best)
-        s.margin = torch.minimum(new_margin, s.margin)
+    for first in range(0, queries, 50):
+        fooled = s.margin < 0
+        adv[s.row[fooled]] = s.best[fooled]
+        s = select_rows(s, ~fooled)                             # leave the finished images out
+        if not len(s.row):
+            return adv
+        draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + first // 50)
+        draws = draws.view(-1, 50, 2 + C)                       # 2 for the place, C for the signs
+        for query in range(first, min(first + 50, queries)):
+            draw = draws[:, query - first]
+            inside = random_square(draw[:, :2], query, H, W)
+            # 2 eps is the distance from low to high, so the push reaches a bound from every value.
+            push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
+            candidate = torch.where(inside, s.best + push, s.best).clamp(s.low, s.high)
+            new_margin = margin(wide(model(candidate)), s.labels)
+            better = column(new_margin < s.margin)
+            s.best = torch.where(better, candidate, s.best)
+            s.margin = torch.minimum(new_margin, s.margin)
     fooled = s.margin < 0
     adv[s.row[fooled]] = s.best[fooled]
     return adv
