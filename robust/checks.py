@@ -76,7 +76,7 @@ def steps_and_restarts(model, x, y, eps, steps=20, **options):
                         f"{percent(right_restarts)} with 5 restarts")
 
 
-def left_by(attack, model, x, y, eps):
+def right_after(attack, model, x, y, eps):
     """Return which images the model classifies correctly after an attack, (B,) bool."""
     return is_right(model, attack(model, x, y, eps), y)
 
@@ -91,24 +91,24 @@ def rivals(model, x, y, eps, others):
     if model(x[:1]).shape[1] > 3:                               # APGD-T needs four classes
         short_apgd_t = partial(apgd_t, num_targets=3)
         attacks.append(short_apgd_t)
-    left = [left_by(attack, model, x, y, eps) for attack in attacks]
-    direct = torch.stack(left).all(0)                           # right after every attack
+    after_each = [right_after(attack, model, x, y, eps) for attack in attacks]
+    after_all = torch.stack(after_each).all(0)
     conditions = {}
     texts = []
     for name, attack in others.items():
-        flags = left_by(attack, model, x, y, eps)
-        conditions[f"gradients beat {name}"] = direct.sum() <= flags.sum() + slack(y)
+        flags = right_after(attack, model, x, y, eps)
+        conditions[f"gradients beat {name}"] = after_all.sum() <= flags.sum() + slack(y)
         texts.append(f"{name} {percent(flags)}")
     return conditions, (f"at {255 * eps:g}/255 on {len(y)} images {len(attacks)} attacks "
-                        f"along the gradient leave {percent(direct)}; {', '.join(texts)}")
+                        f"along the gradient leave {percent(after_all)}; {', '.join(texts)}")
 
 
-def sweep_to_zero(model, x, y, left):
+def sweep_to_zero(model, x, y, right_at):
     """Check 5: accuracy falls to zero as the budget grows; CW, without a budget, fools FEW images.
 
-    left: for each of BUDGETS, which images are correct after PGD, (B,) bool.
+    right_at: for each of BUDGETS, which images are correct after PGD, (B,) bool.
     """
-    counts = [flags.sum() for flags in left]
+    counts = [flags.sum() for flags in right_at]
     falls = [after <= before + slack(y) for before, after in zip(counts, counts[1:])]
     # With eps 1, an attack may turn every image into any other, for example into a grey image.
     grey = is_right(model, pgd(model, x, y, 1.0, steps=40), y)
@@ -119,17 +119,17 @@ def sweep_to_zero(model, x, y, left):
                   "eps 1 leaves nothing": grey.sum() <= slack(y),
                   "CW fools all": not spared.any()}
     levels = " ".join(f"{255 * eps:g}" for eps in BUDGETS)
-    return conditions, (f"PGD leaves {percent(*left)} at {levels} / 255, "
+    return conditions, (f"PGD leaves {percent(*right_at)} at {levels} / 255, "
                         f"{percent(grey)} at eps 1; CW {percent(spared)}")
 
 
-def half_budget(left):
+def half_budget(right_at):
     """Return the budget above 0 at which the accuracy is nearest to half of the clean accuracy.
 
-    left: as in `sweep_to_zero`. left[0], at budget 0, is the clean accuracy.
+    right_at: as in `sweep_to_zero`. right_at[0], at budget 0, is the clean accuracy.
     """
-    half = left[0].sum() / 2
-    distances = [abs(flags.sum() - half) for flags in left[1:]]
+    half = right_at[0].sum() / 2
+    distances = [abs(flags.sum() - half) for flags in right_at[1:]]
     return BUDGETS[1 + distances.index(min(distances))]
 
 
@@ -157,8 +157,8 @@ def run_checks(model, x, y, name="", softmax_model=None):
     passed = {}
     found = gradients(model, x, y)
     passed[1] = report(1, "the gradient exists and points uphill", *found)
-    left = [left_by(pgd, model, x, y, eps) for eps in BUDGETS]
-    eps = half_budget(left)                                     # of checks 2 to 4
+    right_at = [right_after(pgd, model, x, y, eps) for eps in BUDGETS]
+    eps = half_budget(right_at)                                 # of checks 2 to 4
     found = steps_and_restarts(model, x, y, eps)
     passed[2] = report(2, "more steps and restarts fool no more images", *found)
     blind = {"noise": noise,
@@ -177,7 +177,7 @@ def run_checks(model, x, y, name="", softmax_model=None):
     else:
         print("---- 4 not run: the model has no RPC-Attention, and no softmax model "
               "was given")
-    found = sweep_to_zero(model, x, y, left)
+    found = sweep_to_zero(model, x, y, right_at)
     passed[5] = report(5, "accuracy falls to zero", *found)
     return passed
 
@@ -191,11 +191,9 @@ def main():
     p.add_argument("--limit", type=common.positive_int, default=64,
                    help="number of test images (default: 64)")
     own = p.parse_args()
-    # The evaluator's functions read its flags.
-    args = eval_robust.get_args(["--ckpt", *own.ckpt])
-    args.limit = own.limit
-    args.batch_size = own.limit                                 # one batch contains all images
-    args.num_workers = 0
+    # The evaluator's functions read its flags. One batch contains all images.
+    args = eval_robust.get_args(["--ckpt", *own.ckpt, "--limit", str(own.limit),
+                                 "--batch_size", str(own.limit), "--num_workers", "0"])
     args.rank, args.world, args.device = common.start_processes(None)
     if args.world > 1:
         raise common.InputError(f"{args.world} processes would check different images and print "

@@ -140,7 +140,7 @@ def motion_blur(images, c, draw):
     return quantise(motion(images.float(), *c, draw(1)[:, 0] * 90 - 45))
 
 
-def cropped(side, factor):
+def visible_side(side, factor):
     """Return how many pixels of a side stay visible after zooming in by `factor`."""
     return math.ceil(side / float(factor))
 
@@ -154,8 +154,8 @@ def zoom_blur(images, c, draw):
     end, step = c
     factors = np.arange(1, end, step).tolist()
     for f in factors:
-        h = cropped(H, f)
-        w = cropped(W, f)
+        h = visible_side(H, f)
+        w = visible_side(W, f)
         top = (H - h) // 2
         left = (W - w) // 2
         total += enlarge(x[:, :, top:top + h, left:left + w], f, H, W)
@@ -167,8 +167,8 @@ def zoom_blur(images, c, draw):
 def draw_snow(draw, H, W, c):
     """Draw the visible part of a standard normal field, (B, h, w), and angles (B,) in degrees."""
     zoom = c[2]
-    h = cropped(H, zoom)
-    w = cropped(W, zoom)
+    h = visible_side(H, zoom)
+    w = visible_side(W, zoom)
     numbers = draw(h * w + 1)
     angle = numbers[:, 0] * 90 - 135
     field = normal(numbers[:, 1:]).view(-1, h, w)

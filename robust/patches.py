@@ -43,13 +43,21 @@ def corrupt_patches(images, kind, patch, *, n=6, model=None, labels=None):
         corrupted = F.max_pool2d(where.float(), patch) > 0  # patches with one of the pixels or more
         return torch.where(where, values, images), corrupted.flatten(1)
 
-    new = dict(noise=values,
-               black=torch.zeros_like(images),
-               white=torch.ones_like(images),
-               gaussian=(images + 0.3 * normal(values)).clamp(0, 1))
+    match kind:
+        case "noise":
+            new = values
+        case "black":
+            new = torch.zeros_like(images)
+        case "white":
+            new = torch.ones_like(images)
+        case "gaussian":
+            new = (images + 0.3 * normal(values)).clamp(0, 1)
+        case _:
+            raise ValueError(f"kind is {kind!r}, expected noise, black, white, gaussian, pixels or "
+                             f"adversarial")
     corrupted = random_places(index, n, per_row * per_row)
     where = patches_to_pixels(corrupted, per_row, patch)
-    return torch.where(where, new[kind], images), corrupted
+    return torch.where(where, new, images), corrupted
 
 
 def random_places(index, n, total):

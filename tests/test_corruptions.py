@@ -131,7 +131,7 @@ def test_snow_equals_imagenet_c(theirs, image, monkeypatch):
         monkeypatch.setattr(np.random, "normal",
                             lambda size, loc, scale: loc + scale * np.float64(field))
         monkeypatch.setattr(np.random, "uniform", lambda *_: angle)
-        side = corruptions.cropped(SIDE, c[2])
+        side = corruptions.visible_side(SIDE, c[2])
         seen = slice((SIDE - side) // 2, (SIDE - side) // 2 + side)
         drawn = torch.from_numpy(field)[None, seen, seen], torch.tensor([angle])
         monkeypatch.setattr(corruptions, "draw_snow", lambda *_: drawn)

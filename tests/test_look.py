@@ -46,6 +46,11 @@ def run(monkeypatch, capsys):
     return call
 
 
+def test_unknown_kinds_of_patches_are_errors():
+    with pytest.raises(ValueError, match="kind is 'grey', expected noise, black"):
+        corrupt_patches(torch.zeros(1, 3, 8, 8), "grey", 4)
+
+
 def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
     model, path = classifier
     result = run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
