@@ -202,54 +202,74 @@ def own_folder(root, parts, classes=None, seen=(), rules=None):
     some may be missing in the folder; rules, its MaskRules, which the folder must follow (None for
     networks of an earlier version).
     """
-    groups = {}                                 # {folder: [File]}
+    groups = mask_groups(root)
+    mask_paths = [file.mask_path for files in groups.values() for file in files]
+    values, palette = read_values(mask_paths, rules)
+    needs_every_class = False
+    if rules is None:
+        # In a training's masks, every class must occur. A network of an earlier version has no
+        # rules: masks of 0 and 255 fit it only if it has two classes.
+        needs_every_class = not classes or values == {0, IGNORE}
+        rules = rules_of_masks(values, palette)
+    else:
+        check_255(root, values, rules)
+    label_of_255 = IGNORE if rules.label_of_255 is None else rules.label_of_255
+    names = folder_classes(root, values, label_of_255, classes, needs_every_class)
+
+    seen = {*seen}
+    trees = []
+    for part in parts:
+        pairs, hashes = unseen_pairs(root, groups, part, seen)
+        if part == "train":                     # a copy of a training image is in no other part
+            seen.update(hashes)
+        tree = SegTree(pairs, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
+        trees.append(tree)
+    return trees
+
+
+def mask_groups(root):
+    """List your own images with masks: {folder: [File]}, see data.images.choose_part."""
+    groups = {}
     for part, path in part_folders(os.path.join(root, "images")).items():
         split = os.path.basename(path) if part else ""
         files = []
         for image_path, mask_path in list_pairs(root, split):
             files.append(File(image_path, Path(image_path).stem, mask_path=mask_path))
         groups[part] = files
-    mask_paths = [file.mask_path for files in groups.values() for file in files]
-    values, palette = read_values(mask_paths, rules)
+    return groups
 
-    # A training, and an evaluation without rules, take the rules from these masks: if the values
-    # are 0 and 255 only, 255 is class 1. must_match: whether every class must occur. In a
-    # training's masks, every class must. A network of an earlier version has no rules: masks of 0
-    # and 255 fit it only if it has two classes.
-    only_255 = values == {0, IGNORE}
-    if rules is None:
-        must_match = not classes or only_255
-        meaning = None                          # the value 255 does not occur
-        if IGNORE in values:
-            meaning = 1 if only_255 else IGNORE
-        rules = MaskRules(palette.hex(), meaning)
+
+def rules_of_masks(values, palette):
+    """Return the MaskRules of a training's masks. values: all their values. palette: bytes."""
+    if values == {0, IGNORE}:
+        label_of_255 = 1
+    elif IGNORE in values:
+        label_of_255 = IGNORE
     else:
-        must_match = False
-        check_255(root, values, rules)
-    label_of_255 = IGNORE if rules.label_of_255 is None else rules.label_of_255
-    names = folder_classes(root, values, label_of_255, classes, must_match)
+        label_of_255 = None
+    return MaskRules(palette.hex(), label_of_255)
 
-    seen = {*seen}
-    trees = []
-    for part in parts:
-        files = choose_part(groups, part)
-        if not files:
-            raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
-        pairs = []
-        hashes = []
-        for file in files:
-            image_marks = image_hashes(file.path, read_image(file.path))
-            if part == "train" or image_marks.isdisjoint(seen):
-                pairs.append((file.path, file.mask_path))
-                hashes += sorted(image_marks)
-        if not pairs:
-            raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
-                             f"in training, or are copies of training images")
-        if part == "train":                     # a copy of a training image is in no other part
-            seen.update(hashes)
-        tree = SegTree(pairs, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
-        trees.append(tree)
-    return trees
+
+def unseen_pairs(root, groups, part, seen):
+    """Return the pairs (image path, mask path) of a part, and the hashes of their images.
+
+    groups: `mask_groups`. seen: a set of `image_hashes`; all parts except "train" leave out the
+    images with a hash in it. InputError if no image is left.
+    """
+    files = choose_part(groups, part)
+    if not files:
+        raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
+    pairs = []
+    hashes = []
+    for file in files:
+        own_hashes = image_hashes(file.path, read_image(file.path))
+        if part == "train" or own_hashes.isdisjoint(seen):
+            pairs.append((file.path, file.mask_path))
+            hashes += sorted(own_hashes)
+    if not pairs:
+        raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
+                         f"in training, or are copies of training images")
+    return pairs, hashes
 
 
 def read_values(paths, rules):
@@ -287,11 +307,11 @@ def check_255(root, values, rules):
                          f"expected 1 for class 1")
 
 
-def folder_classes(root, values, label_of_255, classes, must_match):
+def folder_classes(root, values, label_of_255, classes, needs_every_class):
     """Return the class names of your own folder. InputError if the values do not fit.
 
     values: all values of the annotations. label_of_255: the label of the value 255. classes: of the
-    network that is evaluated, or None. must_match: whether every class must occur.
+    network that is evaluated, or None. needs_every_class: whether every class must occur.
     """
     names = listed_classes(root)
     labels = values - {IGNORE}
@@ -299,7 +319,7 @@ def folder_classes(root, values, label_of_255, classes, must_match):
         labels = labels | {label_of_255}
     count = 1 + max(labels, default=0)                  # the classes are numbered from 0
     expected = len(classes or names) or count           # without any names, all values fit
-    if count > expected or (must_match and count < expected):
+    if count > expected or (needs_every_class and count < expected):
         raise InputError(f"--data_dir {root}: the annotations contain the values "
                          f"{sorted(values)[:9]}, expected {expected} classes, 0 to "
                          f"{expected - 1}")
