@@ -32,7 +32,7 @@ from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
                        key_statistics)
 from common import (InputError, bar, below_one, fraction, nonnegative_float,
                     nonnegative_int, positive_int, zero_to_one)
-from data.augment import augment_uint8, mix, soft_targets, to_float
+from data.augment import augment_uint8, mix, soft_targets, to_float_and_erase
 from data.datasets import DATASETS, load_data
 from data.images import Split, fingerprint, image_batches, send
 from data.rng import ADVERSARIAL, DROPOUT, batch_pairs, seed_from
@@ -210,7 +210,7 @@ def train_batches(source, args, start, stop, device, rank, world):
         images, labels, positions = [torch.cat(parts) for parts in zip(*chunk)]
         images = augment_uint8(images, positions, args.seed, pad=args.pad,
                                num_ops=args.num_ops, flip=args.flip)
-        images = to_float(images, positions, args.seed, erase=args.erase)
+        images = to_float_and_erase(images, positions, args.seed, erase=args.erase)
         targets = soft_targets(labels, len(source.classes), args.smoothing)
         batches = zip(images.split(b), targets.split(b), positions.split(b))
         for x, y, position in batches:

@@ -5,7 +5,8 @@ time. Here no loop runs over images (B, 3, H, W). Except for mixup and cutmix, t
 sample depends on (seed, position) only; the position is its number in the whole run. Random
 decisions are drawn on the CPU as tables `u` of uniform numbers, so the CPU does not wait for a GPU.
 
-    images = to_float(augment_uint8(images, positions, seed, pad=4), positions, seed, erase=0.25)
+    images = augment_uint8(images, positions, seed, pad=4)
+    images = to_float_and_erase(images, positions, seed, erase=0.25)
     targets = soft_targets(labels, num_classes=10, smoothing=0.1)
 """
 
@@ -43,7 +44,7 @@ def augment_uint8(images, positions, seed, pad=0, num_ops=0, flip=False):
     return images
 
 
-def to_float(images, positions, seed, erase=0.0):
+def to_float_and_erase(images, positions, seed, erase=0.0):
     """Convert uint8 to float32 in [0, 1], then erase a box in each image with probability erase."""
     images = images / 255
     if erase:
@@ -62,7 +63,7 @@ def soft_targets(labels, num_classes, smoothing=0.0):
 def random_crop(images, u, pad):
     """Shift images by up to `pad` pixels, black outside. u: (B, 2) on the CPU, for top and left."""
     B, _, H, W = images.shape
-    # In float64, as in the other tables of this file.
+    # The product is exact in float64, so rounding cannot move an image to the next place.
     corner = (u.double() * (2 * pad + 1)).long()
     top, left = send(corner, images.device).unbind(1)
     # crops: all crops of each image, (B, C, tops, lefts, H, W), a view without copies.

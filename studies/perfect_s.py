@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import common
 from attention import (SelfAttention, layer_inputs, rpc_attention, soft_threshold,
                        softmax_attention)
-from data.augment import augment_uint8, to_float
+from data.augment import augment_uint8, to_float_and_erase
 from data.rng import PATCH_PLACES, PATCH_VALUES, epoch_order, uniform
 from data.shapes import load_shapes
 from robust.patches import corrupt_patches, patches_to_pixels
@@ -179,7 +179,7 @@ def train(how, seed, out_dir, epochs=8, batch=64, lr=2e-3, n=16000):
         index = epoch_order(n, epoch, seed)[i * batch:(i + 1) * batch]
         position = step * batch + torch.arange(batch)
         images = augment_uint8(scenes.images[index], position, seed, flip=True)
-        images = to_float(images, position, seed)
+        images = to_float_and_erase(images, position, seed)
         images, hit = corrupt_half(images, position, seed)
         with conditioned(model, PERFECT, hit) if how == "perfect" else nullcontext():
             loss = F.cross_entropy(model(images), scenes.labels[index])

@@ -10,7 +10,7 @@ import torch
 import train_cls
 from data import augment as aug
 from data.augment import (ERASE_COLUMNS, FILL, MEAN, OPS, STD, augment_uint8, mix, rand_augment,
-                          random_crop, random_erase, random_hflip, to_float)
+                          random_crop, random_erase, random_hflip, to_float_and_erase)
 from data.rng import RAND_AUGMENT, batch_pairs, uniform
 from data.shapes import load_shapes
 
@@ -20,7 +20,7 @@ Image = pytest.importorskip("PIL.Image")
 def augment(images, positions, seed, erase=0.25):
     """Run both parts of the recipe, uint8 and float, with the random shift of small images."""
     images = augment_uint8(images, positions, seed, pad=4, num_ops=2, flip=True)
-    return to_float(images, positions, seed, erase)
+    return to_float_and_erase(images, positions, seed, erase)
 
 
 def make_images(n=6, H=48, W=64, seed=0):

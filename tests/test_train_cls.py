@@ -20,7 +20,7 @@ from timm.scheduler import CosineLRScheduler
 
 import common
 import train_cls
-from data.augment import augment_uint8, mix, to_float
+from data.augment import augment_uint8, mix, to_float_and_erase
 from data.datasets import DATASETS, DataSource
 from data.images import hash_pixels, read_image
 from data.rng import DROPOUT, seed_from
@@ -129,7 +129,7 @@ def test_a_run_equals_a_plain_loop(monkeypatch):
         schedule.step_update(step)
         position, index = 8 * step + torch.arange(8), kept[order_of(f, 34, step)]
         x = augment_uint8(images[index], position, f.seed, f.pad, f.num_ops, flip=True)
-        x = to_float(x, position, f.seed, f.erase)
+        x = to_float_and_erase(x, position, f.seed, f.erase)
         targets = mixup_target(labels[index], 10, smoothing=f.smoothing)        # not mixed yet
         x, targets = mix(x, targets, f.seed, step, f.mixup, f.cutmix)
         torch.manual_seed(seed_from(f.seed, DROPOUT, step, 0))                  # drop-path masks
