@@ -12,8 +12,8 @@ import torch
 
 from common import InputError, bar, print0
 from data.images import (File, ImageTree, Split, central_square, choose_part, class_entries,
-                         file_pixels, files_to_divide, folder_of_test, hash_pixels,
-                         image_hashes, part_folders, read_image, subfolders)
+                         files_to_divide, folder_of_test, hash_file, hash_pixels, image_hashes,
+                         part_folders, read_image, subfolders)
 from data.rng import epoch_order
 from data.shapes import load_shapes
 
@@ -112,9 +112,9 @@ def photo_groups(root):
     A folder without class folders is no part.
     """
     groups = {}
-    for part, folder in part_folders(root).items():
+    for part, part_folder in part_folders(root).items():
         files = []
-        for class_name, class_folder in subfolders(folder).items():
+        for class_name, class_folder in subfolders(part_folder).items():
             for entry in class_entries(class_folder):
                 name = os.path.relpath(entry.path, root)
                 files.append(File(entry.path, name, class_name))
@@ -126,8 +126,7 @@ def photo_groups(root):
 def find_photos(root, part):
     """List the images of a part of your own folder: class names, [(path, label)].
 
-    InputError unless an image of every folder can be read. For "train", also decode all images, and
-    print how many cannot be read.
+    InputError unless an image of every folder can be read.
     """
     groups = photo_groups(root)
     files = sum(groups.values(), [])
@@ -142,28 +141,24 @@ def find_photos(root, part):
         raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
                          f"expected 2 or more: {root}/<class>/*.jpg, or "
                          f"{root}/train/<class>/*.jpg{hint}")
-    trained = {file.class_name for file in files_to_divide(groups)}
-    missing = [name for name in classes if name not in trained]
+    trained_classes = {file.class_name for file in files_to_divide(groups)}
+    missing = [name for name in classes if name not in trained_classes]
     if missing and part != "all":
         names = ", ".join(missing[:5])
         raise InputError(f"--data_dir {root} has no training images of {names}")
-    paths = [file.path for file in files]
-    check_readable(paths)
-    if part == "train":                     # print this once: "train" is the first part to load
-        unreadable = [path for path in paths if not file_pixels(path)]
-        print_unreadable(unreadable, len(paths))
+    check_readable([file.path for file in files])
     chosen = choose_part(groups, part)
     return classes, [(file.path, classes.index(file.class_name)) for file in chosen]
 
 
 def check_readable(paths):
     """Raise InputError unless one image or more in every folder can be read."""
-    folders = {}                                                # {folder: paths}
+    paths_in = {}                                               # {folder: paths}
     for path in paths:
-        folders.setdefault(os.path.dirname(path), []).append(path)
-    for folder, inside in folders.items():
-        if not any(file_pixels(path) for path in inside):
-            raise InputError(f"{folder}: none of {len(inside)} images can be read; replace "
+        paths_in.setdefault(os.path.dirname(path), []).append(path)
+    for class_folder, inside in paths_in.items():
+        if not any(hash_file(path) for path in inside):
+            raise InputError(f"{class_folder}: none of {len(inside)} images can be read; replace "
                              f"them, or move the folder elsewhere")
 
 
@@ -251,7 +246,11 @@ def load_data(args, device, seen=()):
     if args.data == "folder":
         trained = set(seen).union(train.hashes)
         val = load_part("val", vars(args) | dict(seen=trained), device)
-        test_folder = folder_of_test(photo_groups(args.data_dir))
+        groups = photo_groups(args.data_dir)
+        paths = [file.path for files in groups.values() for file in files]
+        unreadable = [path for path in paths if not hash_file(path)]
+        print_unreadable(unreadable, len(paths))
+        test_folder = folder_of_test(groups)
         test = "a tenth of each class"
         if test_folder:
             test = part_folders(args.data_dir)[test_folder]

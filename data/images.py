@@ -65,7 +65,7 @@ def read_image(path):
             data = torch.from_numpy(data)
             return decode_image(data, "RGB", apply_exif_orientation=True)
         image = ImageOps.exif_transpose(Image.open(path))
-        if image.mode[0] in "IF":               # 16 or 32 bits, which Pillow would clip to 255
+        if image.mode.startswith(("I", "F")):   # 16 or 32 bits, which Pillow would clip to 255
             raise ValueError("more than 8 bits per channel")
         pixels = np.array(image.convert("RGB"))
         return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
@@ -166,7 +166,7 @@ def image_hashes(path, image):
     return {hash_pixels(image), hashlib.sha256(place).hexdigest()[:16]}
 
 
-def file_pixels(path):
+def hash_file(path):
     """Return `hash_pixels` of an image file, or None if the file cannot be read."""
     try:
         status = os.stat(path)
@@ -177,7 +177,7 @@ def file_pixels(path):
 
 @cache
 def hash_file_version(path, size, time):
-    """Compute `file_pixels` once per version of a file.
+    """Compute `hash_file` once per version of a file.
 
     size, time: the file's size and modification time. A changed file has other values, so the cache
     does not contain it, and it is decoded again.
@@ -241,7 +241,7 @@ def choose_part(groups, part):
         return zlib.crc32(composed_name(file.name).encode())
 
     def content_of(file):
-        return file_pixels(file.path) or file.path      # an unreadable file has no copy
+        return hash_file(file.path) or file.path      # an unreadable file has no copy
 
     classes = {}                                        # {class: [File]}
     for file in to_divide:
