@@ -99,10 +99,8 @@ COLUMNS = (                                 # the random numbers of a layer
     "luminance", "saturation", "hue", "similar hue", "darker",
     "scale", "place 1", "place 2", "turn", "stretch",
     "texture angle", "texture frequency", "texture",
-    "class",
-)
-NOISE_COLUMN = "class"                      # The background has no class. There this column is the
-                                            # amount of pixel noise in the scene.
+    "class or noise",                       # of a shape: its class; of the background: the amount
+)                                           # of pixel noise in the scene
 
 
 def apply_each(function, names, which, x, y):
@@ -133,7 +131,7 @@ def colour(hue, saturation, luminance):
     return torch.lerp(luminance, saturated, saturation)
 
 
-def draw_numbers(numbers, low, high, column):
+def scaled_column(numbers, low, high, column):
     """Return the numbers of a column of COLUMNS, scaled to [low, high): (B, 1, 1).
 
     numbers: (B, len(COLUMNS)) in [0, 1), the random numbers of a layer.
@@ -144,7 +142,7 @@ def draw_numbers(numbers, low, high, column):
 def textured(draw, first, second, u, v):
     """Paint a random pattern of two colours at the points (u, v): (B, 3, H, W).
 
-    draw: `draw_numbers` of the layer, a function (low, high, column).
+    draw: `scaled_column` of the layer, a function (low, high, column).
     """
     angle = draw(0, 2 * math.pi, "texture angle")
     frequency = draw(4, 9, "texture frequency")
@@ -174,7 +172,7 @@ def render_scenes(index, size=32, seed=0):
     masks = torch.zeros(B, size, size, dtype=torch.uint8, device=device)
 
     for layer in range(NUM_LAYERS):
-        draw = partial(draw_numbers, draws[:, layer])       # draw(low, high, column)
+        draw = partial(scaled_column, draws[:, layer])      # draw(low, high, column)
 
         # Two similar colours. Shapes are light, else small networks need far more images.
         if layer == 0:
@@ -214,25 +212,28 @@ def render_scenes(index, size=32, seed=0):
 
         # Draw the shape and its shadow on the layers behind it.
         fill = textured(draw, first, second, u, v)
-        shapes = (draw(0, 1, "class") * len(SHAPES)).long().flatten()
+        shape_number = (draw(0, 1, "class or noise") * len(SHAPES)).long().flatten()
         if layer == NUM_LAYERS - 1:
-            labels = shapes
-        distance = apply_each(signed_distance, SHAPES, shapes, u, v) * scale
+            labels = shape_number
+        distance = apply_each(signed_distance, SHAPES, shape_number, u, v) * scale
         coverage = (0.5 - distance * (size / 2)).clamp(0, 1)                    # one pixel soft
         shadow = 1 - 0.45 * (1 - distance / 0.16).clamp(0, 1) ** 2
         images = torch.lerp(images * shadow[:, None], fill, coverage[:, None])
-        masks = torch.where(coverage > 0.5, (shapes + 1).byte().view(B, 1, 1), masks)
+        masks = torch.where(coverage > 0.5, (shape_number + 1).byte().view(B, 1, 1), masks)
 
     noise = uniform(index, 3 * size * size, seed, SCENE_NOISE) - 0.5
     noise = noise.view(B, 3, size, size)
-    amount = draws[:, 0, COLUMNS.index(NOISE_COLUMN)].view(B, 1, 1, 1)
+    amount = draws[:, 0, COLUMNS.index("class or noise")].view(B, 1, 1, 1)
     images = images + noise * amount * 0.1
     return (images.clamp(0, 1) * 255).round().byte(), labels, masks
 
 
+FIRST_SCENE = {"train": 0, "test": 2 ** 30}         # numbers so far apart that no scene is in both
+
+
 def load_shapes(part, num_images, size=32, device="cpu"):
     """Render "train" or "test" on `device`. Returns a Split on this device."""
-    first = {"train": 0, "test": 2 ** 30}[part]                     # so the parts never overlap
+    first = FIRST_SCENE[part]
     index = torch.arange(first, first + num_images, device=device)
     chunks = index.split(max(1, 2 ** 18 // size ** 2))              # to stay in a CPU's cache
     progress = bar(chunks, f"rendering {part}", leave=False)

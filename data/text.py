@@ -106,10 +106,9 @@ def is_text_file(data_dir):
 
 
 def is_spaced(data_dir):
-    """Return whether `separate_words` separates the words of a text: of a text file or of pydoc.
+    """Return whether `separate_words` makes the lines of a text. Token files stay as they are.
 
-    It does not change token files. data_dir: a text file, a folder of token files, or None for
-    pydoc.
+    data_dir: a text file, None for pydoc, or a folder of token files.
     """
     return not data_dir or is_text_file(data_dir)
 
@@ -284,8 +283,8 @@ def pydoc_folder(parent):
         if sixteenth == 15:
             split = "test"
         for i, (title, text) in enumerate(texts):
-            sign = "= =" if i else "="                  # a WikiText heading: = title =
-            parts[split] += ["", f"{sign} {separate_words(title)} {sign}", ""]
+            signs = "= =" if i else "="                 # around a WikiText heading: = title =
+            parts[split] += ["", f"{signs} {separate_words(title)} {signs}", ""]
             parts[split] += [separate_words(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
     write_tokens(folder, parts)
     return folder
@@ -324,21 +323,17 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
     if not 1 <= stride <= window <= M:
         raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= "
                          f"window <= {M}, the number of targets in the text")
-    later = stride * torch.arange(1, (M - window) // stride + 1)
-    rest = M - window - stride * len(later)             # targets after these windows
-    if stride < window:
-        last = window                                   # the length of the last window
-    else:
-        last = rest
+    later_starts = stride * torch.arange(1, (M - window) // stride + 1)
+    targets_left = M - window - stride * len(later_starts)      # for the last window
+    last_length = window if stride < window else targets_left
     # Example: M = 11, window 4, stride 3. The windows begin at 0; 3, 6; 7, and score 4; 3, 3; 1
     # targets.
-    first = torch.tensor([0])
-    windows = [(first, window, window),                 # starts, length, number of scored targets
-               (later, window, stride),
-               (torch.tensor([M - last]), last, rest)]
+    windows = [(torch.tensor([0]), window, window),     # starts, length, number of scored targets
+               (later_starts, window, stride),
+               (torch.tensor([M - last_length]), last_length, targets_left)]
     batches = []
     for starts, length, scored in windows:
-        if len(starts) and scored:                      # no later windows, or no rest
+        if len(starts) and scored:                      # no later windows, or no targets left
             batches += [(part, length, scored) for part in starts.split(batch_size)]
 
     device = next(model.parameters()).device
