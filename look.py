@@ -28,7 +28,7 @@ from attention import layer_inputs
 from common import InputError
 from data.datasets import trained_crop
 from data.images import central_square, image_hashes, read_image, walk_images
-from data.shapes import SHAPES, load_shapes
+from data.shapes import FIRST_SCENE, SHAPES, render_scenes
 from robust.patches import corrupt_patches
 from segmenter import predict_classes, segmenter_from_checkpoint
 from vit import classifier_from_checkpoint
@@ -108,27 +108,27 @@ def class_colours(n):
 
 def draw_sheet(rows, notes, hit):
     """Draw rows of (title, picture) pairs, `notes` below, and blue frames around patches `hit`."""
-    column = SIDE + MARGIN                                          # width in pixels
+    column_width = SIDE + MARGIN
     row_height = LINE + SIDE + MARGIN
-    width = column * max(map(len, rows))
+    width = column_width * max(map(len, rows))
     height = row_height * len(rows) + LINE * len(notes)
     page = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(page)
-    patches = round(len(hit) ** 0.5)                                # per side
-    side = SIDE // patches - 1                                      # of a frame
+    per_side = round(len(hit) ** 0.5)                               # patches
+    frame = SIDE // per_side - 1                                    # side of a frame in pixels
     for y, row in enumerate(rows):
         top = y * row_height + LINE
         for x, (title, picture) in enumerate(row):
-            left = x * column
+            left = x * column_width
             title = fitting(title, SIDE)
             draw.text((left + 2, top - LINE), title, fill="black", font=FONT)
             large = picture.resize((SIDE, SIDE), Image.Resampling.NEAREST)
             page.paste(large, (left, top))
             for i in hit.nonzero()[:, 0].tolist():
-                line, place = divmod(i, patches)
-                x0 = left + place * SIDE // patches
-                y0 = top + line * SIDE // patches
-                draw.rectangle([x0, y0, x0 + side, y0 + side], outline=FRAME, width=2)
+                patch_row, patch_column = divmod(i, per_side)
+                x0 = left + patch_column * SIDE // per_side
+                y0 = top + patch_row * SIDE // per_side
+                draw.rectangle([x0, y0, x0 + frame, y0 + frame], outline=FRAME, width=2)
     for i, note in enumerate(notes):
         draw.text((2, len(rows) * row_height + i * LINE), note, fill="black", font=FONT)
     return page
@@ -326,20 +326,20 @@ def classify_folder(model, classes, folder, crop, seen, out):
     print(f"written: {out}")
 
 
-def check_flags(args, task, folder):
+def check_flags(args, task, is_folder):
     """Raise InputError for a checkpoint without pictures, and for flags that would do nothing.
 
-    task: of the checkpoint. folder: whether --image is a folder.
+    task: of the checkpoint. is_folder: whether --image is a folder.
     """
     if task not in ("classification", "segmentation"):
         raise InputError(f"--ckpt {args.ckpt}: expected a checkpoint of train_cls.py or "
                          f"train_seg.py")
-    if task == "segmentation" and folder:
+    if task == "segmentation" and is_folder:
         raise InputError(f"--image {args.image}: expected one image, because the checkpoint is "
                          f"a Segmenter; only classifiers look at folders")
     if task == "segmentation" and args.noise is not None:
         common.reject_flags({"noise"}, "with a Segmenter")
-    if folder and args.noise is not None:
+    if is_folder and args.noise is not None:
         common.reject_flags({"noise"}, "with a folder")
     if args.image and args.scene is not None:
         common.reject_flags({"scene"}, "with --image")
@@ -349,8 +349,8 @@ def main():
     args = get_args()
     checkpoint = common.load(args.ckpt)
     task = checkpoint.get("task")
-    folder = args.image is not None and Path(args.image).is_dir()
-    check_flags(args, task, folder)
+    is_folder = args.image is not None and Path(args.image).is_dir()
+    check_flags(args, task, is_folder)
     seen = set(checkpoint.get("seen", []))              # earlier versions have no "seen"
     classes = checkpoint["classes"]
     crop = trained_crop(checkpoint["args"])             # as in the evaluation
@@ -361,7 +361,7 @@ def main():
     else:
         model = classifier_from_checkpoint(checkpoint).requires_grad_(False)
 
-    if folder:
+    if is_folder:
         classify_folder(model, classes, args.image, crop, seen, args.out or "look.csv")
         return
     if args.image:
@@ -371,9 +371,10 @@ def main():
                   "test")
     else:
         scene = SCENE if args.scene is None else args.scene
-        scenes = load_shapes("test", scene + 1, model.config.image_size)
-        image = scenes.images[scene]
-        print(f"scene {scene} shows: {list(SHAPES)[scenes.labels[scene]]}")
+        number = torch.tensor([FIRST_SCENE["test"] + scene])
+        images, labels, _ = render_scenes(number, model.config.image_size)
+        image = images[0]
+        print(f"scene {scene} shows: {SHAPES[labels[0]]}")
     noise = args.noise
     if noise is None:
         noise = 0 if args.image else 6
