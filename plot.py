@@ -80,16 +80,21 @@ def budget_curves(rows):
             panel = measure_text(row["name"], settings), budget_unit(row)
             key = row_key(row | dict(settings=settings), same_curve)
             groups.setdefault((panel, key), []).append(row)
-    first_rows = {}                             # {panel: the first row of each curve}
-    points = {}                                 # {panel: the points of each curve}
+    panels = {}                                 # {panel: [rows of a curve]}
     for (panel, _), group in groups.items():
-        first = group[0]
-        start = clean.get(row_key(first, same_images))
-        if first["settings"].get("conditions") == "paper" and first["name"] in PAPER_CLIPS:
-            start = None
-        first_rows.setdefault(panel, []).append(first)
-        points.setdefault(panel, []).append(curve_points(group, start))
-    return {panel: list(zip(curve_labels(first_rows[panel]), points[panel])) for panel in points}
+        panels.setdefault(panel, []).append(group)
+    curves = {}
+    for panel, rows_of_curves in panels.items():
+        labels = curve_labels([group[0] for group in rows_of_curves])
+        curves[panel] = []
+        for label, group in zip(labels, rows_of_curves):
+            first = group[0]
+            start = clean.get(row_key(first, same_images))
+            is_paper = first["settings"].get("conditions") == "paper"
+            if is_paper and first["name"] in PAPER_CLIPS:
+                start = None
+            curves[panel].append((label, curve_points(group, start)))
+    return curves
 
 
 def curve_points(rows, clean):
@@ -157,7 +162,8 @@ def main():
     for folder in folders:
         logged = training_curves(common.read_log(folder / "log.jsonl"))
         for (panel, name), points in logged.items():
-            curves.setdefault((panel, "training step"), []).append((f"{folder}, {name}", points))
+            panel_curves = curves.setdefault((panel, "training step"), [])
+            panel_curves.append((f"{folder}, {name}", points))
         stored = common.read_log(folder / "results.jsonl")
         stored += common.read_log(folder / "robust" / "results.jsonl")
         stored = [row for row in stored if "top1" in row]
