@@ -553,8 +553,8 @@ def batches(data, index, args, title=""):
     batch_rows = [rows for rows in own_rows.split(args.batch_size) if len(rows)]
     batch_numbers = [index[rows] for rows in batch_rows]
     if isinstance(data, Split):
-        loaded = ((data.images[numbers], data.labels[numbers], numbers)
-                  for numbers in batch_numbers)
+        on_device = (numbers.to(device) for numbers in batch_numbers)
+        loaded = ((data.images[numbers], data.labels[numbers], numbers) for numbers in on_device)
     else:
         keys = zip(batch_numbers, batch_numbers)          # (numbers to return, images to load)
         loaded = image_batches(data, keys, args.num_workers, device)
