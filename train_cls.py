@@ -299,23 +299,41 @@ def load_weights(model, checkpoint, path):
                          f"its --model, --patch_size and --attn") from None
 
 
-def check_holdout(init_checkpoint, args):
+# The flags that choose the training images of a data set.
+CHOOSE_IMAGES = ("data", "holdout", "num_images")
+
+
+def training_history(checkpoint):
+    """Return the trainings of a checkpoint's weights, oldest first: a list of {flag: value}.
+
+    checkpoint: {} for new weights. The list is empty for weights of others, too: DeiT, timm and the
+    released code.
+    """
+    if "task" not in checkpoint:
+        return []
+    if "history" in checkpoint:
+        return checkpoint["history"]
+    # Checkpoints of an earlier version store their last training only.
+    flags = checkpoint["args"]
+    return [{name: flags.get(name) for name in CHOOSE_IMAGES}]
+
+
+def check_holdout(history, args):
     """Raise InputError if --init_from may have been trained on images that --holdout holds out.
 
-    init_checkpoint: the checkpoint of --init_from.
+    history: the trainings of the weights of --init_from.
     """
-    from_others = "task" not in init_checkpoint             # DeiT, timm or the released code
-    if not args.holdout or from_others:
+    if not args.holdout:
         return
-    init_args = init_checkpoint["args"]
-    if init_args.get("data") != args.data:
-        return
-    for name in ("holdout", "num_images"):
-        value = init_args.get(name)
-        if value != getattr(args, name):
-            raise InputError(f"--{name} {getattr(args, name)}: --init_from {args.init_from} "
-                             f"was trained with --{name} {value}, so it may know held-out "
-                             f"images; choose the same value")
+    for flags in history:
+        if flags["data"] != args.data:
+            continue
+        for name in ("holdout", "num_images"):
+            wanted = getattr(args, name)
+            if flags[name] != wanted:
+                raise InputError(f"--{name} {wanted}: the weights of --init_from {args.init_from} "
+                                 f"were trained on {args.data} with --{name} {flags[name]}, so "
+                                 f"they may know held-out images; choose the same value")
 
 
 def check_image_size(train, args):
@@ -377,7 +395,7 @@ def main():
     inherited = checkpoint.get("inherited", [])
     if args.init_from and not args.resume:
         init_checkpoint = common.load(args.init_from)
-        check_holdout(init_checkpoint, args)
+        check_holdout(training_history(init_checkpoint), args)
         # Checkpoints of an earlier version have "seen" only.
         inherited = init_checkpoint.get("trained", init_checkpoint.get("seen", []))
     if args.download and world > 1:
@@ -441,6 +459,11 @@ def main():
     trained = sorted({*train.hashes, *inherited})
     earlier = checkpoint or init_checkpoint
     seen = sorted({*val.hashes, *trained, *earlier.get("seen", [])})
+    # All trainings of the weights, here and in --init_from, for `check_holdout`.
+    history = training_history(earlier)
+    if not checkpoint:
+        flags = {name: getattr(args, name) for name in CHOOSE_IMAGES}
+        history = [*history, flags]
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved.
@@ -523,7 +546,7 @@ def main():
                          args=vars(args), step=done, metrics=metrics, best=best,
                          model=model.state_dict(), optimizer=optimizer.state_dict(),
                          model_config=asdict(config), **data_identity, seen=seen,
-                         trained=trained, inherited=inherited)
+                         trained=trained, inherited=inherited, history=history)
             if better:
                 common.save(f"{args.out_dir}/best.pt", state)
             common.save(f"{args.out_dir}/last.pt", state)

@@ -205,6 +205,22 @@ def test_held_out_images_were_not_trained_on():
     train(SMALL, "--holdout 16 --init_from a --max_steps 1 --out_dir b")
 
 
+def test_held_out_images_were_in_no_earlier_training(monkeypatch):
+    """Train on all scenes, then on another data set, then hold out some of the scenes."""
+    monkeypatch.setitem(DATASETS, "other", DATASETS["shapes"])
+    train(SMALL, "--max_steps 1 --out_dir a")
+    train(SMALL, "--data other --init_from a --max_steps 1 --out_dir b")
+    train("--resume b --max_steps 2")
+    b = common.load("b/last.pt")
+    assert b["history"] == [dict(data="shapes", holdout=0, num_images=64),
+                            dict(data="other", holdout=0, num_images=64)]
+    assert "trained on shapes with --holdout 0" in bad(
+        SMALL, "--holdout 16 --init_from b --max_steps 1")
+    del b["history"]                                                # as in an earlier version
+    torch.save(b, "old.pt")
+    train(SMALL, "--holdout 16 --init_from old.pt --max_steps 1 --out_dir c")
+
+
 def test_a_process_without_images_evaluates_nothing(monkeypatch):
     """Two images, and the fourth of four processes."""
     monkeypatch.setattr(train_cls.dist, "all_reduce", lambda total: None)
