@@ -290,13 +290,13 @@ def pcp(M, tol=1e-7, max_iter=None):
         Y = Y + mu * (M - L - S)                                            # Alg. 2, line 5
         error = (M - L - S).norm()                                          # Eq. 14
         change = (S - last_S).norm()
-        if max(error, change) <= tol * M.norm():
+        converged = max(error, change) <= tol * M.norm()
+        if converged:
             break
-    else:
-        if max_iter is None:
-            raise ValueError(f"L and S still change after 10,000 steps, by {change:.1e}; expected "
-                             f"at most {tol:g} |M| = {tol * M.norm():.1e}. Scale M's gross errors "
-                             "down, raise tol, or choose max_iter")
+    if max_iter is None and not converged:
+        raise ValueError(f"L and S still change after 10,000 steps, by {change:.1e}; expected "
+                         f"at most {tol:g} |M| = {tol * M.norm():.1e}. Scale M's gross errors "
+                         "down, raise tol, or choose max_iter")
     return L, S                                                             # Alg. 2, line 7
 
 
@@ -304,9 +304,9 @@ def pcp(M, tol=1e-7, max_iter=None):
 
 def hand_example():
     """Yield (name, numbers by hand, computed numbers) for four keys on the axes of a plane."""
-    a = math.sqrt(math.sqrt(2) * math.log(2))                   # kernel values are powers of 2
-    k = a * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
-    q = a * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
+    length = math.sqrt(math.sqrt(2) * math.log(2))              # kernel values are powers of 2
+    k = length * torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
+    q = length * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
     axes = kernel_pca(k)
     E = kernel(k, k)
     G = centre(log_gram(k).exp())
