@@ -251,16 +251,16 @@ class ShrinkSingularValues(torch.autograd.Function):
         slope = (top_i - top_j) / (s_i - s_j).masked_fill(equal, 1)
         slope = torch.where(equal, above[..., None], slope)             # d top / d s
         total = (s_i + s_j).clamp_min(1e-30)                            # two zeros: P is 0
-        bottom = (top_i * top_j * total).clamp_min(1e-37)               # not 0, even if rounded
-        P = tau[..., None] * slope / bottom
+        divisor = (top_i * top_j * total).clamp_min(1e-37)              # not 0, even if rounded
+        P = tau[..., None] * slope / divisor
         # An attack may call this inside autocast, whose bf16 products are too coarse here.
         with torch.autocast(X.device.type, enabled=False):
-            turned = U.mT @ (X.mT @ dXM) @ U                            # U^T dM U
-            dG = U @ (P * turned) @ U.mT
+            dM_in_basis_U = U.mT @ (X.mT @ dXM) @ U                     # U^T dM U
+            dG = U @ (P * dM_in_basis_U) @ U.mT
             # product rule: one term for X in X M, two for G = X^T X
             dX = dXM @ M.mT + X @ dG + (dG @ X.mT).mT
         df_dtau = -above / top                                          # f = 1 - tau / s, or 0
-        dtau = (turned.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
+        dtau = (dM_in_basis_U.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
         return dX, dtau[..., None, None]
 
 
@@ -293,9 +293,9 @@ def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
             tau = tau.detach()              # its gradient would be inf * 0, which is NaN
         S = Z = 0.0                                                     # Z = Y / mu
         for _ in range(n_iter):
-            L = shrink_singular_values(K - S + Z, 1 / mu)   # line 4; PAP computes attention here
-            S = soft_threshold(K - L + Z, tau)              # line 3, as in PAP
-            Z = Z + K - L - S                               # line 5, as in PAP
+            L = shrink_singular_values(K - S + Z, 1 / mu)   # Alg. 2, line 4; PAP: attention
+            S = soft_threshold(K - L + Z, tau)              # Alg. 2, line 3, as in PAP
+            Z = Z + K - L - S                               # Alg. 2, line 5, as in PAP
             if trace is not None:
                 trace.append(dict(S=S, L=L))
     return S
@@ -381,13 +381,10 @@ def attend_softmax(q, k, v, layer):
 
 
 def attend_rpc(q, k, v, layer):
+    # Not "q is k": a layer that rotates its queries and keys makes two tensors of them.
+    own_q = q if layer.num_proj == 3 else None
     settings = layer.pap | layer.attn_kwargs
-    return rpc_attention(k, v, **settings)
-
-
-def attend_rpc_asym(q, k, v, layer):
-    settings = layer.pap | layer.attn_kwargs
-    return rpc_attention(k, v, q=q, **settings)
+    return rpc_attention(k, v, q=own_q, **settings)
 
 
 def attend_rpca(q, k, v, layer):
@@ -397,12 +394,11 @@ def attend_rpca(q, k, v, layer):
     """
     if "shrink" in layer.pap:
         raise ValueError("attn='rpca' has no setting shrink, which is PAP's: it would do nothing")
-    settings = dict(constant_s=layer.training) | layer.attn_kwargs
     # rpca_attention takes only these settings of layer.pap. If every_pap has put constant_s there,
-    # it replaces the value above.
-    for name in ("n_iter", "lambd", "constant_s", "trace"):
-        if name in layer.pap:
-            settings[name] = layer.pap[name]
+    # it replaces the value of constant_s below.
+    names = ("n_iter", "lambd", "constant_s", "trace")
+    own = {name: layer.pap[name] for name in names if name in layer.pap}
+    settings = dict(constant_s=layer.training) | layer.attn_kwargs | own
     return rpca_attention(k, v, **settings)
 
 
@@ -410,14 +406,13 @@ ATTENTIONS = {
     "softmax": Attention(own_queries=True, function=attend_softmax),
     "symmetric": Attention(own_queries=False, function=attend_softmax),      # here q is k
     "rpc": Attention(own_queries=False, function=attend_rpc),
-    "rpc_asym": Attention(own_queries=True, function=attend_rpc_asym),
+    "rpc_asym": Attention(own_queries=True, function=attend_rpc),
     "rpca": Attention(own_queries=False, function=attend_rpca, settings=RPCA_SETTINGS),
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# Values of --attn that mix two attentions: (in rpc_layers, in all other layers). Some names are in
-# ATTENTIONS, too: with --attn rpc, the layers in rpc_layers have the attention "rpc", and all other
-# layers have "symmetric".
+# A value of --attn is a pattern in this table, (attention in rpc_layers, in all other layers), or a
+# name in ATTENTIONS, which then holds for all layers. If both tables have it, it is a pattern.
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
@@ -426,16 +421,18 @@ LAYER_PATTERNS = {
 }
 
 
-def layer_attention(attn, i, rpc_layers):
-    """Return the attention of layer i, a name in ATTENTIONS. attn: a value of --attn."""
-    inside, outside = LAYER_PATTERNS.get(attn, (attn, attn))
-    return inside if i in rpc_layers else outside
+def layer_pattern(attn):
+    """Return the attentions in rpc_layers and in all other layers, two names in ATTENTIONS.
+
+    attn: a value of --attn.
+    """
+    return LAYER_PATTERNS.get(attn, (attn, attn))
 
 
 def default_settings(attn):
     """Return the default settings of the robust layers: dict(n_iter, lambd, form). attn: --attn."""
-    robust, _ = LAYER_PATTERNS.get(attn, (attn, attn))
-    return ATTENTIONS[robust].settings
+    inside, _ = layer_pattern(attn)
+    return ATTENTIONS[inside].settings
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -508,7 +505,7 @@ class SelfAttention(nn.Module):
         """Return the PAP steps on x (B, N, C), a list of dict(S, K2, Q2, L); [] without PAP."""
         steps = []
         with every_pap(self, trace=steps):
-            self.forward(x)
+            self.forward(x)     # self(x) would call hooks, and a hook may call trace
         return steps
 
 
@@ -525,7 +522,8 @@ def every_pap(model, **settings):
             logits = model(images)
 
     An attention of yours that uses PAP must call rpc_attention(k, v, **layer.pap). ValueError if
-    no module has the attribute pap, because then nothing would change.
+    no module has the attribute pap, because then nothing would change. It is no error if no layer
+    reads the settings: attentions without PAP read none, and rpca ignores names that it lacks.
     """
     before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
     if not before:

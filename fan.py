@@ -18,9 +18,9 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from attention import SelfAttention, layer_attention, softmax_attention
+from attention import SelfAttention, layer_pattern, softmax_attention
 from common import InputError
-from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig, outside_attention
+from vit import Block, Mlp, PatchEmbed, ViT, ViTConfig
 
 FAN_SIZES = {                                                  # parameters at 224 px
     "fan_tiny": dict(embed_dim=192, depth=12, num_heads=4),    # 7,319,920; symmetric 6,801,136
@@ -138,9 +138,8 @@ class ConvMlp(Mlp):
         u = self.fc1(z)
         side = math.isqrt(z.shape[1])
         grid = u.transpose(1, 2).unflatten(2, (side, side))                 # (B, C', side, side)
-        near = self.dwconv(grid)
-        near = near.flatten(2).transpose(1, 2)                              # (B, N, C')
-        return self.fc2(u + self.gamma * near)
+        convolved = self.dwconv(grid).flatten(2).transpose(1, 2)            # (B, N, C')
+        return self.fc2(u + self.gamma * convolved)
 
 
 class ChannelGate(nn.Module):
@@ -217,30 +216,28 @@ class FAN(ViT):
     """Image classifier: pixels (B, 3, S, S) in [0, 1] to logits (B, K). Names as in NVlabs/FAN."""
 
     def build(self, c):
-        """Make patch_embed, pos_embed, blocks and cls_attn_blocks."""
+        """Make patch_embed, pos_embed, blocks and cls_attn_blocks by a config c."""
         C = c.embed_dim
         H = c.num_heads
         hidden = int(C * c.mlp_ratio)
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.patch_embed.proj = stem(c.patch_size, C)
+        # A module, whose output is added; in a ViT pos_embed is a parameter.
         self.pos_embed = Positions(c.image_size // c.patch_size, C)
+        inside, outside = layer_pattern(c.attn)
         self.blocks = nn.ModuleList()
         for i in range(c.depth):
-            name = layer_attention(c.attn, i, c.rpc_layers)
+            name = inside if i in c.rpc_layers else outside
             attn = TokenAttention(C, H, name, pap=c.pap, num_tokens=c.num_tokens)
             mlp = ChannelGate(C, H, hidden)
             self.blocks.append(FANBlock(C, attn, mlp, c.drop_path, c.eps))
         # The class token has the attention of the layers without RPC-Attention.
-        symmetric = outside_attention(c.attn) == "symmetric"
+        symmetric = outside == "symmetric"
         self.cls_attn_blocks = nn.ModuleList()
         for _ in range(2):
             attn = ClassAttention(C, H, symmetric)
             mlp = Mlp(C, hidden)
             self.cls_attn_blocks.append(ClassBlock(C, attn, mlp, eps=c.eps))
-
-    def init_tokens(self):
-        """Draw the class token. The position embeddings keep the weights of their projection."""
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def embed(self, x, pos_embed):
         """Compute the patch tokens before the first block: normalised (B, 3, h, h) -> (B, N, C)."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import SelfAttention, layer_attention
+from attention import SelfAttention, layer_pattern
 from common import WITHOUT_PAP, InputError, check_task, wide
 from vit import complete_attention
 
@@ -43,7 +43,7 @@ IGNORED = 2 ** 31                         # replaces PyTorch's -100, so that no 
 
 @dataclass
 class LMConfig:
-    """Settings that rebuild an LM. RPC and symmetric attention have the same weights."""
+    """Settings that rebuild an LM. An RPC LM and a symmetric LM have the same parameters."""
     vocab_size: int                   # V
     context: int = 256                # T, tokens; the longest window
     embed_dim: int = 128              # C
@@ -66,8 +66,8 @@ class LMConfig:
         self.cutoffs = tuple(self.cutoffs)              # equal configs, also if made from lists
 
     @property
-    def reads_the_future(self):       # mean|k| runs over all tokens, also later ones; your own
-                                      # attention may use it in every layer
+    def reads_the_future(self):
+        """True if PAP's mu uses later tokens. An attention outside WITHOUT_PAP may use PAP."""
         return self.pap["mu_over"] == "all" and self.attn not in WITHOUT_PAP
 
 
@@ -116,9 +116,10 @@ class LM(nn.Module):
         self.register_buffer("positions", positions, persistent=False)
         self.drop = nn.Dropout(c.dropout)
 
+        inside, outside = layer_pattern(c.attn)
         self.blocks = nn.ModuleList()
         for i in range(c.depth):
-            name = layer_attention(c.attn, i, c.rpc_layers)
+            name = inside if i in c.rpc_layers else outside
             block = Block(c.embed_dim, c.num_heads, c.mlp_dim, c.dropout, attn=name, pap=c.pap,
                           causal=True, num_tokens=c.context, qkv_bias=False, proj_bias=False)
             self.blocks.append(block)

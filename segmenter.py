@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from attention import SelfAttention, check_choice
+from attention import SelfAttention, check_choice, layer_pattern
 from common import InputError, bar, check_task, wide
 from data.masks import IGNORE, resize, scaled_size
 from fan import FAN, FAN_SIZES
 from vit import (SIZES, Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
-                 model_classes, outside_attention, resize_pos_embed)
+                 model_classes, resize_pos_embed)
 
 ENCODER_SIZES = SIZES | FAN_SIZES
 DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
@@ -44,7 +44,7 @@ def default_decoder(attn):
     """Return the decoder's attention, a name in DECODER_ATTENTIONS. attn: of the encoder."""
     if attn == "rpc":
         return "rpc"
-    outside = outside_attention(attn)
+    _, outside = layer_pattern(attn)
     return outside if outside in DECODER_ATTENTIONS else "softmax"
 
 

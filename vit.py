@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
-                       default_settings, layer_attention)
+                       default_settings, layer_pattern)
 from common import InputError, check_task, print0
 
 SIZES = {
@@ -33,7 +33,7 @@ SIZES = {
 
 @dataclass
 class ViTConfig:
-    """Settings that rebuild a ViT. RPC and symmetric attention have the same weights."""
+    """Settings that rebuild a ViT. An RPC ViT and a symmetric ViT have the same parameters."""
     image_size: int = 224             # pixels per side
     patch_size: int = 16              # divides image_size
     num_classes: int = 1000           # 0: no head, as in the encoder of a Segmenter
@@ -65,26 +65,30 @@ class ViTConfig:
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
+# The names in pap: keywords of rpc_attention and rpca_attention, and form.
+PAP_NAMES = ("n_iter", "lambd", "form", "threshold", "mu_dim", "dual_sign", "mu_over", "shrink",
+             "constant_s")
+
+
 def complete_attention(config):
     """Check attn, rpc_layers and pap of a ViTConfig or LMConfig, and complete them in the config.
 
     rpc_layers becomes a sorted tuple, which is empty if attn is no layer pattern. pap gets the
-    default settings that it lacks.
+    default settings that it lacks. An attention of yours can have settings with other names, whose
+    defaults are in its entry in ATTENTIONS.
     """
     check_choice("attn", config.attn, ATTENTIONS | LAYER_PATTERNS)
-    config.pap = default_settings(config.attn) | config.pap
+    settings = default_settings(config.attn)
+    known = sorted({*PAP_NAMES, *settings})
+    for name in config.pap:
+        check_choice("a name in pap", name, known)
+    config.pap = settings | config.pap
     layers = ()
     if config.attn in LAYER_PATTERNS:
         layers = tuple(sorted(config.rpc_layers))
     if not set(layers) <= set(range(config.depth)):
         raise InputError(f"rpc_layers={layers}, expected layers in 0..{config.depth - 1}")
     config.rpc_layers = layers
-
-
-def outside_attention(attn):
-    """Return the attention of the layers without RPC-Attention. attn: a value of --attn."""
-    _, outside = LAYER_PATTERNS.get(attn, (attn, attn))
-    return outside
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -160,34 +164,32 @@ class ViT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        c = config
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, c.embed_dim))
-        self.build(c)
-        self.norm = nn.LayerNorm(c.embed_dim, eps=c.eps)
+        C = config.embed_dim
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, C))
+        self.build(config)
+        self.norm = nn.LayerNorm(C, eps=config.eps)
         self.head = nn.Identity()
-        if c.num_classes:
-            self.head = nn.Linear(c.embed_dim, c.num_classes)
-        mean = torch.tensor(c.mean).view(3, 1, 1)
-        std = torch.tensor(c.std).view(3, 1, 1)
+        if config.num_classes:
+            self.head = nn.Linear(C, config.num_classes)
+        mean = torch.tensor(config.mean).view(3, 1, 1)
+        std = torch.tensor(config.std).view(3, 1, 1)
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("std", std, persistent=False)
-        self.init_tokens()
-        if c.init == "trunc_normal":                    # "default": PyTorch's weights stay
+        if isinstance(self.pos_embed, nn.Parameter):    # in a FAN a module, which keeps its weights
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        if config.init == "trunc_normal":               # "default": PyTorch's weights stay
             init_linear_layers(self)
 
-    def init_tokens(self):
-        """Draw the position embeddings and the class token. FAN overrides this method."""
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
-
     def build(self, c):
-        """Make patch_embed, pos_embed and blocks. FAN overrides this method."""
+        """Make patch_embed, pos_embed and blocks by a config c. FAN overrides this method."""
         C = c.embed_dim
         self.patch_embed = PatchEmbed(c.patch_size, C)
         self.pos_embed = nn.Parameter(torch.zeros(1, c.num_tokens, C))
+        inside, outside = layer_pattern(c.attn)
         self.blocks = nn.ModuleList()
         for i in range(c.depth):
-            name = layer_attention(c.attn, i, c.rpc_layers)
+            name = inside if i in c.rpc_layers else outside
             attn = SelfAttention(C, c.num_heads, name, pap=c.pap, num_tokens=c.num_tokens)
             mlp = Mlp(C, int(C * c.mlp_ratio))
             drop_path = c.drop_path * i / max(c.depth - 1, 1)

@@ -357,6 +357,18 @@ def test_autocast_does_not_change_robust_pcas_gradient(compiled):
     assert torch.equal(gradient, true)
 
 
+def test_rpc_needs_no_identity_of_keys_and_queries():
+    """A layer may rotate its queries and keys, which makes two equal tensors of one."""
+    class Copies(SelfAttention):
+        def project(self, x):
+            q, k, v = super().project(x)
+            return q.clone(), k, v
+    one, x = layer("rpc", pap=dict(lambd=0.3)), 3 * tokens()
+    two = Copies(one.dim, one.num_heads, "rpc", pap=dict(lambd=0.3)).double()
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one(x), two(x))
+
+
 def test_change_that_reaches_no_layer_is_an_error():
     with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
         pass

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_cls
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, Attention
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, PAP_SETTINGS, Attention
 from common import InputError
 from vit import (SIZES, ViT, ViTConfig, classifier_from_checkpoint, load_timm,
                  resize_pos_embed)
@@ -94,6 +94,15 @@ def test_wrong_settings_and_images_are_errors():
     for images in (torch.zeros(2, 3, 40, 40), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="expected float"):
             small()(images)
+
+
+@pytest.mark.parametrize("attn", ["rpc", "rpca", "symmetric", "mine"])
+def test_an_unknown_name_in_pap_is_an_error(attn, monkeypatch):
+    mine = Attention(False, lambda q, k, v, layer: v, PAP_SETTINGS | dict(beta=2.0))
+    monkeypatch.setitem(ATTENTIONS, "mine", mine)
+    with pytest.raises(ValueError, match="a name in pap='n_iters', expected one of .* n_iter,"):
+        ViTConfig(attn=attn, pap=dict(n_iters=99))
+    assert ViTConfig(attn="mine", pap=dict(beta=3.0)).pap == PAP_SETTINGS | dict(beta=3.0)
 
 
 def test_another_image_size_resizes_positions_as_deit(capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from attention import layer_attention
+from attention import layer_pattern
 from studies import cost
 from vit import SIZES, ViT, ViTConfig
 
@@ -15,8 +15,9 @@ VITS = [name for name in cost.MODELS if not name.startswith("fan")]
 def formula(config):
     """Return the multiply-adds of a ViT for one image, by a formula."""
     c, N, C, layers = config, config.num_tokens, config.embed_dim, 0
+    inside, outside = layer_pattern(c.attn)
     for i in range(c.depth):
-        attn = layer_attention(c.attn, i, c.rpc_layers)
+        attn = inside if i in c.rpc_layers else outside
         projections = 2 if attn in ("symmetric", "rpc") else 3             # k, v; or q, k, v
         steps = c.pap["n_iter"] if attn.startswith("rpc") else 1           # K K^T and A V each
         layers += N * C ** 2 * (projections + 1 + 2 * c.mlp_ratio) + 2 * N ** 2 * C * steps
