@@ -111,7 +111,11 @@ def parse_flags(parser, recipes, default, task):
     given. task: what the script trains for; the checkpoint of --resume must have the same task.
     Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
     """
-    choices = choosing_flags()
+    # Three flags choose the defaults of all others, so they are parsed first.
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--data", "--data_dir", "--resume"):
+        first.add_argument(name)
+    choices, _ = first.parse_known_args()
     checkpoint = {}
     if choices.resume:
         checkpoint = load(Path(choices.resume, "last.pt"))
@@ -125,15 +129,6 @@ def parse_flags(parser, recipes, default, task):
     defaults = recipes.get(data, {}) | restored | dict(data=data)
     parser.set_defaults(**defaults)
     return parser.parse_args(), checkpoint
-
-
-def choosing_flags():
-    """Parse only the three flags that choose the defaults of all others."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--data", "--data_dir", "--resume"):
-        parser.add_argument(name)
-    args, _ = parser.parse_known_args()
-    return args
 
 
 def check_range(text, value, low, high=math.inf):
@@ -439,9 +434,10 @@ def default_workers():
 
 
 def use_bf16(wanted, device):
-    """Return whether to compute in bf16 autocast. wanted: the value of --amp, None by default.
+    """Set the precision of float32 products, and return whether to compute in bf16 autocast.
 
-    Also sets the precision of the remaining float32 products and convolutions: TF32 with bf16.
+    wanted: the value of --amp, None by default. With bf16, the remaining products and convolutions
+    are in TF32, otherwise in plain float32.
     """
     amp = wanted
     if amp is None:
@@ -594,20 +590,17 @@ def log_steps(path, step, pending, since, per_step, unit, **numbers):
     per_second = per_step * len(pending) / (time.perf_counter() - since)
     first = step - len(pending) + 1
     for i, values in enumerate(recent.tolist(), first):
-        values = dict(zip(names, values))
-        check_finite(i, values["loss"], values["grad_norm"])
+        of_step = dict(zip(names, values))
+        loss = of_step["loss"]
+        norm = of_step["grad_norm"]
+        if not math.isfinite(loss + norm):
+            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
+                             f"try a smaller --lr or --clip")
     means = recent.mean(0).tolist()
     means = dict(zip(names, means))
     row = {"step": step} | means | {f"{unit}_per_s": per_second} | numbers
     append_row(path, row)
     print0(f"step {step:6d}  loss {means['loss']:.4f}  {per_second:.0f} {unit}/s")
-
-
-def check_finite(step, loss, norm):
-    """Raise InputError unless the loss and the gradient norm of a step are finite."""
-    if not math.isfinite(loss + norm):
-        raise InputError(f"not finite at step {step}: loss {loss:.4g}, gradient norm "
-                         f"{norm:.4g}; try a smaller --lr or --clip")
 
 
 def origin(device):
@@ -695,6 +688,14 @@ def check_task(checkpoint, task, script):
     if own != task:
         raise InputError(f"the checkpoint is for {own}; expected one for {task}, which "
                          f"{script} writes")
+
+
+def first_difference(error):
+    """Return the first difference that an error of load_state_dict lists, at most 120 letters.
+
+    The error's first line names the network, and each further line has one difference.
+    """
+    return str(error).splitlines()[1].strip()[:120]
 
 
 def resume(checkpoint, current, model, optimizer):

@@ -40,7 +40,8 @@ from fan import FAN_SIZES
 from robust.attacks import pgd
 from vit import SIZES, fit_pos_embed, load_classifier, model_classes
 
-# Flags that would do nothing, for each data set. Your own data set may use all flags.
+# Flags that would do nothing, for each data set. A data set that you add to DATASETS may use all
+# flags.
 WITHOUT_EFFECT = {
     "shapes": {"data_dir", "download", "num_workers"},
     "cifar10": {"num_images", "num_workers"},
@@ -82,9 +83,9 @@ def get_args():
          "branches are skipped in the last block; smaller in earlier blocks; in a FAN "
          "equal in all (default: 0)")
     flag("--init", choices=["default", "trunc_normal"], help="initial weights of "
-         "Linear layers: as in PyTorch (default), or as in DeiT (trunc_normal); without "
-         "this flag as in PyTorch, but in a FAN as in DeiT; with --init_from it acts on "
-         "a new head only")
+         "Linear layers; default: as in PyTorch; trunc_normal: as in DeiT; without this "
+         "flag default for a ViT, trunc_normal for a FAN; with --init_from only for a "
+         "new head")
     flag("--init_from", help="initialise from this checkpoint, which has the same "
          "--model and --patch_size; with another number of classes, the head is new")
 
@@ -154,15 +155,14 @@ def reject_useless_flags(args, typed):
 
     typed: the names of the flags on the command line.
     """
-    reject = common.reject_flags
     if args.resume:
-        reject(typed & {"out_dir", "init_from"}, "with --resume")
-    useless = WITHOUT_EFFECT.get(args.data, set())
-    reject(typed & useless, f"with --data {args.data}")
+        common.reject_flags(typed & {"out_dir", "init_from"}, "with --resume")
+    without_data = WITHOUT_EFFECT.get(args.data, set())
+    common.reject_flags(typed & without_data, f"with --data {args.data}")
     if not args.adv_eps:
-        reject(typed & {"adv_steps"}, "without --adv_eps")
-    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
-    reject(typed & useless, f"with --attn {args.attn}")
+        common.reject_flags(typed & {"adv_steps"}, "without --adv_eps")
+    without_pap = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
+    common.reject_flags(typed & without_pap, f"with --attn {args.attn}")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def evaluate(model, source, args, device, rank, world):
     n = len(source.labels)
     # The images of this process, which are none if there are more processes than images.
     mine = torch.arange(n)[rank::world]
-    # pairs: (position, index). An evaluation needs no position, so the index stands for it.
+    # Pairs (position, index of the image). The position is unused here, so the index stands for it.
     pairs = [(index, index) for index in mine.split(256) if len(index)]
     batches = load_batches(source, pairs, args, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
@@ -276,11 +276,11 @@ def learning_rate(step, warmup, total, args):
     return last + (args.lr - last) * (1 + math.cos(math.pi * (step / total))) / 2
 
 
-def load_weights(model, checkpoint, path):
+def load_weights(model, checkpoint, path, init=None):
     """Load the weights of a classifier into the model, to train them further.
 
     checkpoint: of train_cls.py, or with timm's names (DeiT, timm, the released code). path: its
-    file, for the message.
+    file, for the message. init: the value of --init, which only a new head uses.
     """
     weights = load_classifier(checkpoint).state_dict()
     weights = fit_pos_embed(weights, model.config, "bicubic")       # as in DeiT
@@ -290,11 +290,12 @@ def load_weights(model, checkpoint, path):
         own = model.state_dict()
         for name in ("head.weight", "head.bias"):
             weights[name] = own[name]
+    elif init:
+        common.reject_flags({"init"}, f"with --init_from {path}, whose head fits")
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        # The first line names the network, and each further line has one difference.
-        difference = str(error).splitlines()[1].strip()[:120]
+        difference = common.first_difference(error)
         raise InputError(f"--init_from {path} does not fit this network: {difference}; use "
                          f"its --model, --patch_size and --attn") from None
 
@@ -360,20 +361,20 @@ def adversarial(model, compiled, autocast, images, targets, position, args):
     """
     # pgd receives a function, because it would check the train mode of a module. The module that
     # torch.compile returns is always in train mode.
-    def logits(x):
+    def compute_logits(x):
         with autocast:
             return compiled(x)
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p in parameters:
         p.requires_grad_(False)
     model.eval()
     images = images.clamp(0, 1)                         # erased pixels can lie outside
-    images = pgd(logits, images, targets, args.adv_eps, steps=args.adv_steps,
+    images = pgd(compute_logits, images, targets, args.adv_eps, steps=args.adv_steps,
                  alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed,
                  index=position, purpose=ADVERSARIAL)
     model.train()
-    for p in trained:
+    for p in parameters:
         p.requires_grad_(True)
     return images
 
@@ -433,7 +434,7 @@ def main():
     torch.manual_seed(args.seed)
     model = Model(config).to(device)
     if init_checkpoint:
-        load_weights(model, init_checkpoint, args.init_from)
+        load_weights(model, init_checkpoint, args.init_from, args.init)
     # To freeze parameters, add a line here: model.patch_embed.requires_grad_(False)
 
     # Optimiser.
@@ -448,7 +449,7 @@ def main():
         fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics = checkpoint.get("metrics", {})
+    metrics = checkpoint.get("metrics", {})     # printed at the end if the run is finished
     best = common.best_evaluation(checkpoint, args.out_dir)
     # Each process draws its part of a batch from its own list of images, and decides itself when to
     # evaluate. So data, flags and the first step must be equal.
@@ -475,8 +476,8 @@ def main():
     log = common.start_log(args, first, model, device, training_images=n)
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # equals first if the run is finished
+    # stop equals first if the run is finished.
+    stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")

@@ -158,6 +158,8 @@ def get_args():
         common.reject_flags(typed & {"data_dir"}, "with --data pydoc")
     useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
     common.reject_flags(typed & useless, f"with --attn {args.attn}")
+    if args.mu_over == "all":                   # such a model cannot write samples
+        common.reject_flags(typed & {"words"}, "with --mu_over all")
     common.set_missing(args, default_settings(args.attn))           # n_iter, lambd and form
     args.context = args.context or LM_SIZES[args.model]["context"]
     # A recipe's warm-up can be too long for your --steps.
@@ -263,8 +265,9 @@ def evaluate_only(args, rank, world, device):
 
         sliding = token_losses(tokens, stride, "sliding")
         attacked = token_losses(swapped_tokens, stride, "attacked")
-        segments = sliding
-        if stride != window:
+        if stride == window:
+            segments = sliding                                  # the windows do not overlap
+        else:
             segments = token_losses(tokens, window, "segment-wise")
         unknown = 0.0
         if UNK in vocab:
@@ -377,8 +380,8 @@ def main():
     # To freeze parameters, add a line here: model.embed.requires_grad_(False)
 
     # Optimiser.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=args.lr, fused=device.type == "cuda")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=args.lr, fused=device.type == "cuda")
 
     # Resume. The data, the model and the batch size must be the same as before; other flags may
     # change. Random numbers have no state: they depend on seed, step and place in the batch only.
@@ -389,7 +392,7 @@ def main():
         fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics = checkpoint.get("metrics", {})
+    metrics = checkpoint.get("metrics", {})     # printed at the end if the run is finished
     best = common.best_evaluation(checkpoint, args.out_dir)
     common.same_run(args, data_identity, first)
     seen = seen_hashes(args.data_dir)                    # for evaluations: paragraphs to leave out
@@ -406,8 +409,8 @@ def main():
                            train_tokens=len(corpus.train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    last = min(args.steps, args.max_steps or args.steps)
-    stop = max(first, last)                     # equals first if the run is finished
+    # stop equals first if the run is finished.
+    stop = max(first, min(args.steps, args.max_steps or args.steps))
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")

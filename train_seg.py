@@ -158,6 +158,8 @@ def get_args():
 
     if args.eval_only:
         common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
+        if not args.severities:                 # only clean images
+            common.reject_flags(typed & {"frost_dir"}, "with --severities without a number")
         if "data" not in typed:
             args.data = None                    # evaluation_data takes the training's data
         if "num_workers" not in typed:
@@ -176,6 +178,10 @@ def get_args():
     # weights, also for scenes.
     if args.data == "shapes" and args.backbone is None:
         shipped = Path(__file__).with_name("weights") / f"shapes_{args.attn}.pt"
+        if not shipped.exists():
+            raise InputError(f"--attn {args.attn}: there is no classifier {shipped.name} in "
+                             f"weights/ to start from; use --backbone RUN, a run of train_cls.py, "
+                             f"or --backbone none for random weights")
         args.backbone = os.path.relpath(shipped)
     if "model" not in typed and args.backbone not in (None, "none"):
         args.model = None                       # the size of the backbone, not of the recipe
@@ -189,18 +195,17 @@ def reject_useless_flags(args, typed):
 
     typed: the names of the flags on the command line.
     """
-    reject = common.reject_flags
-    reject(typed & ONLY_IN_EVALUATION, "without --eval_only")
+    common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
     if args.resume:
-        reject(typed & {"out_dir", "backbone"}, "with --resume")
-    useless = {"num_images"}
+        common.reject_flags(typed & {"out_dir", "backbone"}, "with --resume")
+    without_data = {"num_images"}
     if args.data == "shapes":
-        useless = {"data_dir", "num_classes"}
-    reject(typed & useless, f"with --data {args.data}")
-    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
+        without_data = {"data_dir", "num_classes"}
+    common.reject_flags(typed & without_data, f"with --data {args.data}")
+    without_pap = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
     if args.decoder_attn == "rpc":
-        useless -= {"n_iter", "lambd", "form"}          # the decoder reads them
-    reject(typed & useless, f"with --attn {args.attn}")
+        without_pap -= {"n_iter", "lambd", "form"}      # the decoder reads them
+    common.reject_flags(typed & without_pap, f"with --attn {args.attn}")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -260,9 +265,9 @@ def evaluate_only(args, rank, world, device):
     window = args.window or model.config.image_size
     stride = args.stride or window
     order = epoch_order(len(test), epoch=0, seed=args.seed).tolist()
-    corrupted_images = args.limit
+    num_corrupted = args.limit
     if not args.limit:
-        corrupted_images = 320 if data == "shapes" else len(test)
+        num_corrupted = 320 if data == "shapes" else len(test)
     options = dict(size=model.config.image_size, window=window, stride=stride,
                    num_workers=num_workers, rank=rank, world=world)
 
@@ -277,7 +282,7 @@ def evaluate_only(args, rank, world, device):
     add_row("clean", index, began, clean, {})
     table = [table_row("clean", index, [clean])]
 
-    index = order[:corrupted_images]
+    index = order[:num_corrupted]
     kinds = NAMES if args.severities else ()
     for kind in kinds:
         began = time.perf_counter()
@@ -405,7 +410,7 @@ def main():
         fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
         common.resume(checkpoint, fixed, model, optimizer)
     first = checkpoint.get("step", 0)
-    metrics = checkpoint.get("metrics", {})
+    metrics = checkpoint.get("metrics", {})     # printed at the end if the run is finished
     best = common.best_evaluation(checkpoint, args.out_dir)
     common.same_run(args, data_identity, first)
 
@@ -419,8 +424,8 @@ def main():
     log = common.start_log(args, first, model, device, training_images=len(train))
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
-    last = min(total, args.max_steps or total)
-    stop = max(first, last)                     # equals first if the run is finished
+    # stop equals first if the run is finished.
+    stop = max(first, min(total, args.max_steps or total))
     batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
     progress = bar(range(first, stop), "training", total=stop, initial=first,
                    unit="step")

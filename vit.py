@@ -18,7 +18,7 @@ from torch import nn
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, SelfAttention, check_choice,
                        default_settings, layer_pattern)
-from common import InputError, check_task, print0
+from common import InputError, check_task, first_difference, print0
 
 SIZES = {
     # for images of 32 px and patch_size=4, on a CPU: our scenes, CIFAR-10
@@ -308,8 +308,7 @@ def load_timm(checkpoint):
     try:
         model.load_state_dict(state)
     except RuntimeError as error:                       # such as the second token of some DeiTs
-        # The first line names the network, and each further line has one difference.
-        difference = str(error).splitlines()[1].strip()[:120]
+        difference = first_difference(error)
         raise InputError(f"the file is no ViT that vit.py can rebuild: {difference}; expected "
                          f"the weights of a ViT with timm's names") from None
     print0(f"{config.attn} attention with {config.num_heads} heads; assumed: heads are 64 "

@@ -275,6 +275,12 @@ def test_a_flag_without_effect_is_an_error(flags, names):
     assert f"--{names}: no effect with" in bad(flags) and not Path("out").exists()
 
 
+def test_init_needs_a_new_head():
+    train(SMALL, "--max_steps 1 --out_dir a")
+    assert "--init: no effect with --init_from a, whose head fits" in bad(
+        SMALL, "--init default --init_from a --max_steps 1 --out_dir b")
+
+
 def test_resume_takes_no_other_folder_or_weights():
     train(SMALL, "--max_steps 1 --out_dir a")
     for flag in ("--out_dir b", "--init_from b"):

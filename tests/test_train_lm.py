@@ -191,7 +191,8 @@ def test_flags_without_effect_are_errors():
                         ("--data pydoc --data_dir text", "--data_dir"),
                         ("--attn softmax --n_iter 2", "--n_iter"),
                         ("--attn symmetric --rpc_layers all", "--rpc_layers"),
-                        ("--attn symmetric --mu_over token", "--mu_over")):
+                        ("--attn symmetric --mu_over token", "--mu_over"),
+                        ("--mu_over all --words 9", "--words")):
         assert f"{flag}: no effect" in bad(given), given
 
 

@@ -290,6 +290,7 @@ def test_flags_without_effect_are_errors(root):
     for given, flag in (("--eval_only a --size 48", "--size"),
                         ("--eval_only a --lambd 3", "--lambd"),
                         ("--eval_only a --amp", "--amp"), ("--eval_only a --resume b", "--resume"),
+                        ("--eval_only a --severities --frost_dir b", "--frost_dir"),
                         ("--limit 3", "--limit"), ("--severities", "--severities"),
                         ("--data_dir a --data shapes", "--data_dir"),
                         ("--data_dir a --num_images 9", "--num_images"),
@@ -305,6 +306,13 @@ def test_flags_without_effect_are_errors(root):
         assert f"{given.split()[0]}: no effect with --resume" in bad("--resume b", given)
     args, _ = call(train_seg.get_args, "--attn softmax --decoder_attn rpc --n_iter 2")
     assert args.n_iter == 2                                         # the decoder reads it
+
+
+@pytest.mark.parametrize("attn", ["rpca", "rpc_asym"])
+def test_an_attention_without_classifier_names_the_remedy(attn):
+    line = bad("--num_images 40 --attn", [attn])
+    assert f"shapes_{attn}.pt in weights/" in line and "--backbone RUN" in line
+    train("--num_images 40 --max_steps 1 --backbone none --attn", [attn])
 
 
 def test_likely_mistakes_are_one_line():
