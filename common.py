@@ -90,7 +90,7 @@ def bar(items, text, **options):
     return tqdm(items, text, disable=disable, **options)
 
 
-def wide(x):
+def at_least_float32(x):
     """Convert bf16 and float16 to float32; keep float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import SelfAttention, layer_pattern
-from common import WITHOUT_PAP, InputError, check_task, wide
+from common import WITHOUT_PAP, InputError, at_least_float32, check_task
 from vit import complete_attention
 
 LM_SIZES = {
@@ -165,7 +165,7 @@ class LM(nn.Module):
         """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
         if self.adaptive:
             return self.adaptive.log_probs(hidden, self.embed.weight, self.bias)
-        return wide(F.linear(hidden, self.embed.weight, self.bias)).log_softmax(-1)
+        return at_least_float32(F.linear(hidden, self.embed.weight, self.bias)).log_softmax(-1)
 
     @torch.no_grad()
     def generate(self, tokens, num_tokens, temperature=1.0, generator=None):
@@ -268,7 +268,7 @@ class AdaptiveSoftmax(nn.Module):
 
     def log_probs(self, hidden, weight, bias):
         """Compute log p of every word: (..., C) -> (..., V), in float32 or better."""
-        head, *tails = (wide(F.linear(hidden, W, b)).log_softmax(-1)
+        head, *tails = (at_least_float32(F.linear(hidden, W, b)).log_softmax(-1)
                         for W, b in self.layers(weight, bias))
         tails = [head[..., -i, None] + tail for i, tail in enumerate(tails, 1)]
         return torch.cat([head[..., :head.shape[-1] - len(tails)], *tails], -1)
@@ -281,7 +281,7 @@ def linear_nll(h, W, b, t):
     A target that is no word is an error. (By default, PyTorch ignores the target -100: its loss is
     0.)
     """
-    logits = wide(F.linear(h, W, b)).flatten(0, -2)                             # (N, V)
+    logits = at_least_float32(F.linear(h, W, b)).flatten(0, -2)                  # (N, V)
     nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=IGNORED)
     return nats.view(t.shape)
 

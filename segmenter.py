@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from attention import SelfAttention, check_choice, layer_pattern
-from common import InputError, bar, check_task, wide
+from common import InputError, at_least_float32, bar, check_task
 from data.masks import IGNORE, resize, scaled_size
 from fan import FAN, FAN_SIZES
 from vit import (SIZES, Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
@@ -198,7 +198,7 @@ class Segmenter(nn.Module):
         grid = (x.shape[2] // P, x.shape[3] // P)
         x = self.decoder(encoder.tokens(x))                         # (B, N, K)
         x = x.transpose(1, 2).contiguous().unflatten(2, grid)       # classes first: faster loss
-        return wide(x)
+        return at_least_float32(x)
 
     def forward(self, images):
         h, w = images.shape[2:]

@@ -10,7 +10,7 @@ the files of this folder import only common.py, attention.py and data/rng.py; on
 
 import torch
 
-from common import wide
+from common import at_least_float32
 from robust.attacks import check_adversarial, check_inputs, check_logits, check_repeats
 
 
@@ -61,7 +61,7 @@ def evaluate(model, images, labels, attacks, *, batch_size=256, index=None):
         y = labels[part]
         numbers = None if index is None else index[part]
         with torch.no_grad():
-            logits = wide(model(x))
+            logits = at_least_float32(model(x))
         check_logits(logits)
         if part[0] == 0:
             check_repeats(model, x[:2], logits[:2])

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from attention import every_pap, soft_threshold
-from common import wide
+from common import at_least_float32
 from robust.attacks import margin, per_image, pgd
 from robust.autoattack import apgd, autoattack
 
@@ -168,14 +168,14 @@ def adaptive_pgd(model, images, labels, eps, *, index=None, **settings):
     surrogates, _ = all_surrogates(model, images)               # with the model's outputs
     if not surrogates:
         return adv
-    margins = margin(wide(model(adv)), labels)
+    margins = margin(at_least_float32(model(adv)), labels)
     for surrogate in surrogates:
         rows = (margins >= 0).nonzero()[:, 0]                   # not fooled yet
         if not len(rows):
             break
         tried = pgd(surrogate, images[rows], labels[rows], eps[rows], index=index[rows],
                     **settings)
-        new_margins = margin(wide(model(tried)), labels[rows])
+        new_margins = margin(at_least_float32(model(tried)), labels[rows])
         lower = new_margins < margins[rows]
         adv[rows[lower]] = tried[lower]
         margins[rows[lower]] = new_margins[lower]

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import soft_threshold
-from common import InputError, wide
+from common import InputError, at_least_float32
 from data.rng import NOISE, SIGNS, START, uniform
 
 # --- shared by all attacks -----------------------------------------------------------------------
@@ -51,7 +51,7 @@ def input_gradient(loss, model, images, labels):
     """
     images = images.detach().requires_grad_()
     with torch.enable_grad():
-        logits = wide(model(images))                            # float32 or more
+        logits = at_least_float32(model(images))
         losses = loss(logits, labels)
         grad, = torch.autograd.grad(losses.sum(), images)
     return logits.detach(), losses.detach(), grad
@@ -175,7 +175,7 @@ def check_repeats(model, images, logits):
 
 def one_by_one(model, images):
     """Return the logits (B, classes) of images that the model gets one at a time."""
-    return torch.cat([wide(model(image)) for image in images.split(1)])
+    return torch.cat([at_least_float32(model(image)) for image in images.split(1)])
 
 
 def check_adversarial(model, images, adv, clip=True):
@@ -196,7 +196,7 @@ def check_adversarial(model, images, adv, clip=True):
 def clean_logits(model, images, eps=0.0, clip=True):
     """Return the logits of the clean images, (B, classes), after check_inputs and check_logits."""
     check_inputs(model, images, eps, clip)
-    logits = wide(model(images))
+    logits = at_least_float32(model(images))
     check_logits(logits)
     return logits
 
@@ -307,7 +307,7 @@ def spsa_gradient(model, centre, labels, index, pairs, *key):
         signs = 2 * bits.to(centre.dtype) - 1
         step = delta * signs.unflatten(2, centre.shape[1:])                 # (b, n, 3, H, W)
         probes = torch.stack([centre[:, None] + step, centre[:, None] - step], 1)
-        logits = wide(model(probes.flatten(0, 2)))                          # (b * 2 * n, classes)
+        logits = at_least_float32(model(probes.flatten(0, 2)))               # (b * 2 * n, classes)
         margins = margin(logits, labels.repeat_interleave(2 * n))
         plus, minus = margins.view(-1, 2, n).unbind(1)                      # (b, n) each
         slopes = (plus - minus) / (2 * delta)
@@ -356,7 +356,7 @@ def spsa(model, images, labels, eps, *, steps=40, pairs=128, legacy=False, clip=
         change, s.first, s.second = adam(torch.cat(grads), s.first, s.second, t, 0.01)
         s.x = (s.x - change).clamp(s.low, s.high)
         adv[s.row] = s.x
-        fooled = margin(wide(model(s.x)), s.labels) < 0
+        fooled = margin(at_least_float32(model(s.x)), s.labels) < 0
     return adv
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import InputError, print0, wide
+from common import InputError, at_least_float32, print0
 from data.rng import APGD, SQUARE, uniform
 from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient,
                             margin, noise_like, per_image, select_rows)
@@ -165,7 +165,7 @@ def evaluate_point(s, model, source, objective):
         objective = partial(targeted_dlr, targets=s.targets)
     logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
     if source is not model:
-        logits = wide(model(s.x))
+        logits = at_least_float32(model(s.x))
         s.loss = objective(logits, s.labels)
     s.fooled_now = logits.argmax(1) != s.labels
 
@@ -324,7 +324,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
     s = select_rows(s, logits.argmax(1) == labels)
     if not len(s.row):
         return adv
-    s.margin = margin(wide(model(s.best)), s.labels)
+    s.margin = margin(at_least_float32(model(s.best)), s.labels)
     for first in range(0, queries, 50):
         fooled = s.margin < 0
         adv[s.row[fooled]] = s.best[fooled]
@@ -339,7 +339,7 @@ def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index
             # 2 eps is the distance from low to high, so the push reaches a bound from every value.
             push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
             candidate = torch.where(inside, s.best + push, s.best).clamp(s.low, s.high)
-            new_margin = margin(wide(model(candidate)), s.labels)
+            new_margin = margin(at_least_float32(model(candidate)), s.labels)
             better = column(new_margin < s.margin)
             s.best = torch.where(better, candidate, s.best)
             s.margin = torch.minimum(new_margin, s.margin)

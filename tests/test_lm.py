@@ -148,8 +148,8 @@ def test_probabilities_sum_to_one_and_equal_nats(cutoffs):
 def test_chunks_keep_nats_and_gradients(num_logits, monkeypatch):
     monkeypatch.setitem(lm.CHUNK, "cpu", num_logits)
     monkeypatch.setattr(lm, "MIN_ROWS", 1)
-    made, wide = [], lm.wide
-    monkeypatch.setattr(lm, "wide", lambda x: made.append(x.numel()) or wide(x))
+    made, convert = [], lm.at_least_float32
+    monkeypatch.setattr(lm, "at_least_float32", lambda x: made.append(x.numel()) or convert(x))
     torch.manual_seed(0)
     h, W, b = (torch.randn(*s).double().requires_grad_() for s in ((7, 4), (11, 4), (11,)))
     t, weight = torch.randint(11, (7,)), torch.randn(7).double()
@@ -230,8 +230,8 @@ def test_a_target_without_a_word_is_refused(cutoffs):
 def test_a_large_full_softmax_runs_in_chunks(monkeypatch):
     model, targets = small(), words(seed=2)
     plain = model(words(), targets)
-    made, wide = [], lm.wide
-    monkeypatch.setattr(lm, "wide", lambda x: made.append(x.numel()) or wide(x))
+    made, convert = [], lm.at_least_float32
+    monkeypatch.setattr(lm, "at_least_float32", lambda x: made.append(x.numel()) or convert(x))
     monkeypatch.setattr(lm, "MAX_LOGITS", 24 * 53)
     assert torch.equal(model(words(), targets), plain) and made == [24 * 53]        # all at once
     made.clear()
