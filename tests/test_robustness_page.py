@@ -55,6 +55,8 @@ def test_commands_run(place, monkeypatch, capsys, command):
         more = [] if "--measures" in flags else ["--measures", "clean", "fgsm"]
         flags += [*more, "--limit", 2, "--device", "cpu"]
         flags = [2 if flag == "40" else flag for flag in flags]
+        if "data/imagenet" in flags:
+            flags += ["--num_workers", 0]
     call(eval_robust.main, flags)
     assert "| " in capsys.readouterr().out
 
