@@ -50,7 +50,7 @@ from common import InputError, print0
 from data.datasets import DATASETS, load_part, trained_crop
 from data.images import ImageTree, Split, fingerprint, image_batches
 from data.rng import epoch_order
-from results import (PROJECT, code_hash, kind_of, loaded_modules, network_key, pack,
+from results import (PAPER_CLIPS, PROJECT, code_hash, kind_of, loaded_modules, network_key, pack,
                      read_rows, recipe, row_key, rows_table, seeds_table)
 from robust import attack_right_images, metrics
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd, pap_steps
@@ -98,7 +98,6 @@ PAPER_ATTACKS = ATTACKS | {
     "spsa": Attack(spsa, dict(steps=40, pairs=128, legacy=True), own_eps=0.1),
     "cw": Attack(cw, dict(steps=1000, search_steps=5, confidence=10.0), own_eps=math.inf),
 }
-PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")    # clip normalised images to [0, 1]
 
 # For each --preset: the attacks, and the default of --eps.
 PRESETS = dict(default=ATTACKS, paper=PAPER_ATTACKS)

@@ -12,9 +12,8 @@ from pathlib import Path
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 from matplotlib.figure import Figure
 
-from eval_robust import PAPER_CLIPS
-from results import (KEY_FIELDS, NETWORK_FIELDS, has_shared_budget, measure_text, row_key,
-                     unpack)
+from results import (KEY_FIELDS, NETWORK_FIELDS, PAPER_CLIPS, has_shared_budget, measure_text,
+                     row_key, unpack)
 
 
 def training_curves(rows):

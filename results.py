@@ -56,6 +56,8 @@ DISTANCE = "median L2 distance in pixel values"         # of an attack without a
 SHARED_SETTINGS = ("eps", "conditions")                 # of all attacks in a worst case
 # Attacks with their own budget, for rows of earlier versions, which have no field own_eps.
 OWN_BUDGET = ("noise", "sld", "cw")
+# Attacks that clip the normalised images to [0, 1] with --preset paper.
+PAPER_CLIPS = ("square", "autoattack", "adaptive_autoattack")
 PROJECT = Path(__file__).resolve().parent
 # Flags of a training that do not change the kind of a network.
 NOT_RECIPE = ("seed", "out_dir", "data_dir", "device", "download", "resume",

@@ -76,7 +76,7 @@ def test_seeds_of_steps_keep_their_distribution():
         high, low = (uniform(torch.tensor([index]), 2, *key)[0] * 2 ** 24).long().tolist()
         return high << 24 | low
 
-    n = 1000
+    n = 3000
     sorted_numbers = []
     for make_seed in (seed_from, earlier):
         numbers = []

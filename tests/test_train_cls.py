@@ -340,8 +340,8 @@ real_compile = torch.compile
 
 
 def compile_eagerly(model, mode):
-    """Stand in for torch.compile: trace the model, but generate no code."""
-    return real_compile(model, backend="eager")
+    """Stand in for torch.compile: trace the model and its backward pass, but generate no code."""
+    return real_compile(model, backend="aot_eager")
 
 
 def test_two_compiled_processes_equal_one(monkeypatch):
