@@ -1,5 +1,4 @@
 """All attentions of the paper: softmax, symmetric, RPC (Robust Principal Components) and scaled.
-And RPCA, robust PCA in the layer: it shrinks singular values where RPC computes attention.
 
 Paper: Teo & Nguyen, "Unveiling the Hidden Structure of Self-Attention via Kernel Principal
 Component Analysis", NeurIPS 2024. Released code: `rachtsy/KPCA_code`. This file imports PyTorch and
@@ -41,14 +40,22 @@ from typing import Callable, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 FORMS = {
     "released": dict(threshold="times", mu_dim="model", dual_sign=-1),  # the authors' code
     "paper": dict(threshold="over", mu_dim="head", dual_sign=-1),       # Algorithm 1 as printed
     "admm": dict(threshold="over", mu_dim="head", dual_sign=+1),        # with the sign of ADMM
 }
-PAP_SETTINGS = dict(n_iter=4, lambd=4.0, form="released")   # Principal Attention Pursuit
+# The settings of Principal Attention Pursuit (PAP), which are flags of the trainers: default, help,
+# and the allowed values: (lowest, highest) of a number, or all texts.
+PAP_FLAGS = dict(
+    n_iter=(4, "steps of PAP, the algorithm in RPC-Attention; the paper: 4 to 6 with "
+            "--rpc_layers 0, and 2 with all", (1, math.inf)),
+    lambd=(4.0, "the larger lambda is, the fewer entries of PAP's S are not 0; the "
+                "paper: 4 with --rpc_layers 0, and 3 with all; inf keeps S at 0"),
+    form=("released", "PAP as in the released code, as printed in the paper, or as "
+                      "printed with ADMM's sign", tuple(FORMS)))
+PAP_SETTINGS = {name: entry[0] for name, entry in PAP_FLAGS.items()}
 
 
 def check_choice(name, value, known):
@@ -185,8 +192,9 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
     check_steps(n_iter, lambd)
     for name, x in (("v", v), ("q", q)):
         if x is not None and x.shape != k.shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape of k, "
-                             f"{tuple(k.shape)}: PAP subtracts attention outputs from keys")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected the shape "
+                             f"of k, {tuple(k.shape)}: PAP subtracts attention outputs "
+                             "from keys")
 
     # The threshold tau follows from the mean absolute value of the keys' entries.
     K = k if k.dtype == torch.float64 else k.float()
@@ -212,117 +220,6 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
         if trace is not None:
             trace.append(dict(S=S, K2=K2, Q2=Q2, L=L))
     return L.to(v.dtype)                        # Alg. 1, line 7: output L
-
-
-# --- RPCA: robust PCA in the layer ----------------------------------------------------------------
-
-class ShrinkSingularValues(torch.autograd.Function):
-    """Compute X M, where M = U diag(1 - tau / max(s, tau)) U^T and X^T X = U diag(s^2) U^T."""
-
-    @staticmethod
-    def forward(ctx, X, tau):
-        eigenvalues, U = torch.linalg.eigh(X.mT @ X)
-        s = eigenvalues.clamp_min(0).sqrt()                             # (..., D)
-        tau = tau[..., 0]                                               # (..., 1)
-        top = torch.maximum(s, tau)
-        factors = 1 - tau / top                                         # 0 where s <= tau
-        M = (U * factors[..., None, :]) @ U.mT                          # (..., D, D)
-        ctx.save_for_backward(X.contiguous(), M, U, s, top, tau)
-        return X @ M
-
-    @staticmethod
-    @once_differentiable                # a second derivative would be wrong, so it is an error
-    def backward(ctx, dXM):
-        """Return the gradients of X and tau.
-
-        M changes by U (P * (U^T dG U)) U^T if G = X^T X changes by dG. P_ij is the divided
-        difference of f(e) = 1 - tau / max(sqrt(e), tau) between the eigenvalues e_i and e_j:
-        (f_i - f_j) / (e_i - e_j), or the derivative of f if e_i = e_j. With s = sqrt(e) and
-        top = max(s, tau), this is
-        P_ij = tau slope_ij / (top_i top_j (s_i + s_j)), slope_ij = (top_i - top_j) / (s_i - s_j).
-        """
-        X, M, U, s, top, tau = ctx.saved_tensors
-        above = (s > tau).to(s)
-        s_i = s[..., :, None]
-        s_j = s[..., None, :]
-        top_i = top[..., :, None]
-        top_j = top[..., None, :]
-        equal = s_i == s_j
-        slope = (top_i - top_j) / (s_i - s_j).masked_fill(equal, 1)
-        slope = torch.where(equal, above[..., None], slope)             # d top / d s
-        total = (s_i + s_j).clamp_min(1e-30)                            # two zeros: P is 0
-        divisor = (top_i * top_j * total).clamp_min(1e-37)              # not 0, even if rounded
-        P = tau[..., None] * slope / divisor
-        # An attack may call this inside autocast, whose bf16 products are too coarse here.
-        with torch.autocast(X.device.type, enabled=False):
-            dM_in_basis_U = U.mT @ (X.mT @ dXM) @ U                     # U^T dM U
-            dG = U @ (P * dM_in_basis_U) @ U.mT
-            # product rule: one term for X in X M, two for G = X^T X
-            dX = dXM @ M.mT + X @ dG + (dG @ X.mT).mT
-        df_dtau = -above / top                                          # f = 1 - tau / s, or 0
-        dtau = (dM_in_basis_U.diagonal(dim1=-2, dim2=-1) * df_dtau).sum(-1)
-        return dX, dtau[..., None, None]
-
-
-def shrink_singular_values(X, tau):
-    """Replace each singular value s of X (..., N, D) by max(s - tau, 0). tau > 0: (..., 1, 1).
-
-    No singular value decomposition of X is needed, only the eigenvalues of X^T X, (D, D).
-    """
-    return ShrinkSingularValues.apply(X, tau)
-
-
-def robust_pca(k, n_iter=4, lambd=1.0, *, trace=None):
-    """Split the keys of each head by n_iter steps of robust PCA; return the sparse part S.
-
-    k, S: (B, H, N, D). The mean key of the image is subtracted first: k = mean + L + S.
-    n_iter: number of steps, at least 1. lambd: at least 0; lambda = lambd / sqrt(max(N, D)).
-    trace: a list that receives dict(S, L) for each step. L: as wide as k, without the mean.
-
-    Source: the ADMM of principal component pursuit (Candes et al. 2011), as in kpca.pcp. In PAP,
-    three points differ: line 3 comes before line 4; line 4 computes attention; and line 4 has - Z,
-    not + Z.
-    """
-    check_steps(n_iter, lambd)
-    with torch.autocast(k.device.type, enabled=False):                  # bf16 is too coarse here
-        K = k if k.dtype == torch.float64 else k.float()
-        K = K - K.mean(-2, keepdim=True)
-        mu = penalty(K, mu_dim="head")
-        tau = lambd / math.sqrt(max(K.shape[-2:])) / mu
-        if lambd == math.inf:
-            tau = tau.detach()              # its gradient would be inf * 0, which is NaN
-        S = Z = 0.0                                                     # Z = Y / mu
-        for _ in range(n_iter):
-            L = shrink_singular_values(K - S + Z, 1 / mu)   # Alg. 2, line 4; PAP: attention
-            S = soft_threshold(K - L + Z, tau)              # Alg. 2, line 3, as in PAP
-            Z = Z + K - L - S                               # Alg. 2, line 5, as in PAP
-            if trace is not None:
-                trace.append(dict(S=S, L=L))
-    return S
-
-
-def rpca_attention(k, v, n_iter=4, lambd=1.0, *, constant_s=False, dropout_p=0.0,
-                   causal=False, keep=None, trace=None):
-    """Compute symmetric attention with the keys k - S, where S is the sparse part of robust PCA.
-
-    k, v, result: (B, H, N, D). n_iter, lambd: see `robust_pca`.
-    constant_s: True stops the gradient at S, so K - S passes the full gradient to K.
-    trace: a list that receives dict(S, K2, Q2, L) for each step. K2 = Q2 = k - S: the keys and
-    queries that attention would have after this step. L: the low-rank part of k with the mean key.
-    causal=True or a mask keep raises ValueError: S of each token depends on the keys of all tokens.
-    """
-    if causal or keep is not None:
-        raise ValueError("rpca_attention has no causal mask and no padding mask: robust PCA "
-                         "computes S of each token from the keys of all tokens")
-    steps = None if trace is None else []
-    keys = k.detach() if constant_s else k
-    S = robust_pca(keys, n_iter, lambd, trace=steps)
-    if trace is not None:
-        mean = k.mean(-2, keepdim=True)
-        for step in steps:
-            K2 = k - step["S"]
-            trace.append(dict(S=step["S"], K2=K2, Q2=K2, L=mean + step["L"]))
-    return symmetric_attention(k - S, v, dropout_p=dropout_p)
 
 
 # --- Scaled Attention (Remark 3): attentions with parameters --------------------------------------
@@ -358,9 +255,6 @@ class ScaledAlphaAttention(nn.Module):
 
 # --- the table: write a function or a module, enter it here, train it with --attn NAME ------------
 
-RPCA_SETTINGS = PAP_SETTINGS | dict(lambd=1.0)              # robust PCA in the layer
-
-
 class Attention(NamedTuple):
     """An entry of ATTENTIONS.
 
@@ -369,7 +263,8 @@ class Attention(NamedTuple):
         SelfAttention that calls the function; layer.attn_kwargs contains causal and dropout_p.
         For an attention with parameters, this field is an nn.Module class instead. Each layer
         builds Class(layer), and calls this module with the same arguments.
-    settings: defaults of layer.pap, the settings of --n_iter, --lambd and --form.
+    settings: defaults of layer.pap. Each of them is a flag of the trainers, also your own:
+        PAP_SETTINGS | dict(temperature=2.0) adds --temperature.
     """
     own_queries: bool
     function: Callable
@@ -387,37 +282,22 @@ def attend_rpc(q, k, v, layer):
     return rpc_attention(k, v, q=own_q, **settings)
 
 
-def attend_rpca(q, k, v, layer):
-    """Call rpca_attention. In training S is constant, which is faster.
-
-    In eval mode S has its true gradient, for attacks.
-    """
-    if "shrink" in layer.pap:
-        raise ValueError("attn='rpca' has no setting shrink, which is PAP's: it would do nothing")
-    # rpca_attention takes only these settings of layer.pap. If every_pap has put constant_s there,
-    # it replaces the value of constant_s below.
-    names = ("n_iter", "lambd", "constant_s", "trace")
-    own = {name: layer.pap[name] for name in names if name in layer.pap}
-    settings = dict(constant_s=layer.training) | layer.attn_kwargs | own
-    return rpca_attention(k, v, **settings)
-
-
 ATTENTIONS = {
     "softmax": Attention(own_queries=True, function=attend_softmax),
     "symmetric": Attention(own_queries=False, function=attend_softmax),      # here q is k
     "rpc": Attention(own_queries=False, function=attend_rpc),
     "rpc_asym": Attention(own_queries=True, function=attend_rpc),
-    "rpca": Attention(own_queries=False, function=attend_rpca, settings=RPCA_SETTINGS),
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
+# Names in pap that are no flags: keywords of rpc_attention.
+PAP_NAMES = ("threshold", "mu_dim", "dual_sign", "mu_over", "shrink")
 # A value of --attn is a pattern in this table, (attention in rpc_layers, in all other layers), or a
 # name in ATTENTIONS, which then holds for all layers. If both tables have it, it is a pattern.
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
     "sym_asym": ("rpc", "softmax"),                         # symmetric RPC, asymmetric softmax
-    "rpca": ("rpca", "symmetric"),
 }
 
 
@@ -430,9 +310,44 @@ def layer_pattern(attn):
 
 
 def default_settings(attn):
-    """Return the default settings of the robust layers: dict(n_iter, lambd, form). attn: --attn."""
+    """Return the default settings of the robust layers, {name: value}. attn: a value of --attn.
+
+    Every attention has the settings of PAP, so that one loop over --attn can set them for all.
+    """
     inside, _ = layer_pattern(attn)
-    return ATTENTIONS[inside].settings
+    return PAP_SETTINGS | ATTENTIONS[inside].settings
+
+
+def attention_flags(attn):
+    """Return the settings of an attention as a table of flags, {name: (default, help, ...)}."""
+    table = dict(PAP_FLAGS)
+    for name, value in default_settings(attn).items():
+        own = (value, f"a setting of --attn {attn}")
+        _, *rest = table.get(name, own)
+        table[name] = (value, *rest)
+    return table
+
+
+def complete_attention(config):
+    """Check attn, rpc_layers and pap of a ViTConfig or LMConfig, and complete them in the config.
+
+    rpc_layers becomes a sorted tuple, which is empty if attn is no layer pattern. pap gets the
+    default settings that it lacks.
+    """
+    check_choice("attn", config.attn, ATTENTIONS | LAYER_PATTERNS)
+    settings = default_settings(config.attn)
+    known = sorted(settings.keys() | set(PAP_NAMES))
+    for name in config.pap:
+        check_choice("a name in pap", name, known)
+    config.pap = settings | config.pap
+    check_choice("form", config.pap["form"], FORMS)
+    layers = ()
+    if config.attn in LAYER_PATTERNS:
+        layers = tuple(sorted(config.rpc_layers))
+    if not set(layers) <= set(range(config.depth)):
+        raise ValueError(f"rpc_layers={layers}, expected layers in "
+                         f"0..{config.depth - 1}")
+    config.rpc_layers = layers
 
 
 # --- the module: project, attend, project back ----------------------------------------------------
@@ -443,7 +358,6 @@ class SelfAttention(nn.Module):
     dim: C. num_heads: H, divides C. attn: a name in `ATTENTIONS`.
     pap: a dict of settings of `rpc_attention`. Its keys are n_iter, lambd, mu_over and form, a name
     in `FORMS`. The keys threshold, mu_dim and dual_sign replace single settings of the form.
-    attn="rpca" uses only n_iter and lambd, as settings of `rpca_attention`.
     num_tokens: N, for attentions with parameters per token.
     causal: token t attends to tokens 0 to t only.
     attn_drop, proj_drop: dropout rates on A and on the output.
@@ -459,7 +373,7 @@ class SelfAttention(nn.Module):
         self.attn, self.causal, self.attn_drop = attn, causal, attn_drop
 
         entry = ATTENTIONS[attn]
-        settings = entry.settings | (pap or {})                         # a new dict
+        settings = PAP_SETTINGS | entry.settings | (pap or {})
         form = settings.pop("form")
         self.pap = FORMS[form] | settings                               # keywords of rpc_attention
 
@@ -523,12 +437,13 @@ def every_pap(model, **settings):
 
     An attention of yours that uses PAP must call rpc_attention(k, v, **layer.pap). ValueError if
     no module has the attribute pap, because then nothing would change. It is no error if no layer
-    reads the settings: attentions without PAP read none, and rpca ignores names that it lacks.
+    reads the settings: attentions without PAP read none.
     """
     before = {layer: layer.pap for layer in model.modules() if hasattr(layer, "pap")}
     if not before:
-        raise ValueError("no layer of the model has an attribute pap; expected a SelfAttention, or "
-                         "a layer whose attribute pap is passed to rpc_attention")
+        raise ValueError("no layer of the model has an attribute pap; expected a "
+                         "SelfAttention, or a layer whose attribute pap is passed to "
+                         "rpc_attention")
     for layer in before:
         layer.pap = layer.pap | settings
     try:
@@ -536,6 +451,18 @@ def every_pap(model, **settings):
     finally:
         for layer, pap in before.items():
             layer.pap = pap
+
+
+@contextmanager
+def eval_mode(model):
+    """Put a model into eval mode inside the block. Afterwards each module has its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 @torch.no_grad()
@@ -567,15 +494,14 @@ def key_statistics(model, inputs, forward=None):
     Returns dict(mean_abs_key=[mean |k| per SelfAttention layer],
     nonzero_S={layer: [share of nonzero entries of S per PAP step]}). Layers are counted from 0.
     """
-    was_training = model.training
-    model.eval()
     sizes = []
     shares = {}
-    for i, (layer, x) in enumerate(layer_inputs(model, inputs, forward)):
-        _, k, _ = layer.project(x)
-        sizes.append(round(k.abs().mean().item(), 4))
-        steps = layer.trace(x)
-        if steps:
-            shares[i] = [round((step["S"] != 0).float().mean().item(), 4) for step in steps]
-    model.train(was_training)
+    with eval_mode(model):
+        for i, (layer, x) in enumerate(layer_inputs(model, inputs, forward)):
+            _, k, _ = layer.project(x)
+            sizes.append(round(k.abs().mean().item(), 4))
+            steps = layer.trace(x)
+            if steps:
+                nonzero = [(step["S"] != 0).float().mean().item() for step in steps]
+                shares[i] = [round(share, 4) for share in nonzero]
     return dict(mean_abs_key=sizes, nonzero_S=shares)

@@ -1,1 +1,0 @@
-"""Data sets and their transforms. Import each name from the file that defines it."""
