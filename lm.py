@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import SelfAttention, layer_pattern
-from common import WITHOUT_PAP, InputError, at_least_float32, check_task
-from vit import complete_attention
+from attention import SelfAttention, complete_attention, layer_pattern
+from common import InputError, at_least_float32, check_task
 
 LM_SIZES = {
     # trains in minutes on a CPU
@@ -67,8 +66,8 @@ class LMConfig:
 
     @property
     def reads_the_future(self):
-        """True if PAP's mu uses later tokens. An attention outside WITHOUT_PAP may use PAP."""
-        return self.pap["mu_over"] == "all" and self.attn not in WITHOUT_PAP
+        """True if PAP's mu uses later tokens, with an attention that has PAP."""
+        return self.pap["mu_over"] == "all"
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class LM(nn.Module):
 
 def lm_from_checkpoint(checkpoint):
     """Rebuild the LM from a checkpoint of train_lm.py, in eval mode."""
-    check_task(checkpoint, "language modelling", "train_lm.py")
+    check_task(checkpoint, "language modelling")
     model = LM(LMConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()

@@ -342,7 +342,7 @@ def evaluate(model, source, *, size, window, stride, index=None, change=None, am
 
 def segmenter_from_checkpoint(checkpoint):
     """Rebuild the Segmenter from a checkpoint of train_seg.py, in eval mode."""
-    check_task(checkpoint, "segmentation", "train_seg.py")
+    check_task(checkpoint, "segmentation")
     model = Segmenter(SegmenterConfig(**checkpoint["model_config"]))
     model.load_state_dict(checkpoint["model"])
     return model.eval()
