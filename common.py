@@ -12,14 +12,12 @@ import math
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import time
-import zlib
 from contextlib import contextmanager
 from datetime import date
-from fractions import Fraction
 from pathlib import Path
 
 # A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
@@ -39,15 +37,6 @@ MIN_LR = 1e-5                           # the last learning rate of train_cls.py
 # Weight decay applies to matrices whose names end in one of these words: the weights of layers,
 # a FAN's temperature, S of Scaled Attention, and the two projections of Segmenter's decoder.
 MATRICES = ("weight", "mlp.temperature", "learned.s", "proj_patch", "proj_classes")
-# Flags that --resume does not restore, because they belong to one command. --resume restores
-# --data_dir and --num_workers; on another machine, give them again.
-NOT_RESTORED = ("device", "download", "max_steps", "out_dir", "resume")
-# Flags that may differ between the machines of one run.
-PER_MACHINE = ("data_dir", "num_workers", "device", "init_from", "backbone", "out_dir",
-               "resume")
-# Attentions that read none of the flags --n_iter, --lambd, --form and --mu_over. Your own attention
-# is not in this list, because it may read them.
-WITHOUT_PAP = ("softmax", "symmetric", "scaled_s", "scaled_alpha")
 
 
 class InputError(ValueError):
@@ -55,7 +44,10 @@ class InputError(ValueError):
 
 
 def run(main):
-    """Call a script's main(). An InputError prints one line; other exceptions show a traceback."""
+    """Call a script's main(). Errors in the user's input print one line; others show a traceback.
+
+    Errors in the user's input are InputErrors, and files that do not exist.
+    """
     # Numbers below 1e-38 become 0, because a CPU computes with them slowly (docs/data.md).
     # DataLoader workers inherit this setting.
     torch.set_flush_denormal(True)
@@ -66,7 +58,7 @@ def run(main):
         main()
         if dist.is_initialized():
             dist.destroy_process_group()
-    except InputError as e:
+    except (InputError, FileNotFoundError, NotADirectoryError) as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
         message = str(e).splitlines()[-1]
         message = message.removeprefix("common.InputError: ")
@@ -84,6 +76,12 @@ def print0(*lines):
         tqdm.write("\n".join(lines))
 
 
+@functools.cache
+def print_once(line):
+    """Print a line in the first process, unless the same line was printed before."""
+    print0(line)
+
+
 def bar(items, text, **options):
     """Return a progress bar over items, for the first process in a terminal. options: for tqdm."""
     disable = None if is_first() else True              # None: tqdm shows it in a terminal only
@@ -95,7 +93,26 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# --- flags ----------------------------------------------------------------------------------------
+# --- flags: a table {name: (default, help) or (default, help, allowed)} ---------------------------
+
+# The flags that every trainer has. A flag whose default is None means: as the machine allows.
+RUNNING = dict(
+    seed=(0, "seed of weights, order and random changes", (0, 2 ** 31 - 1)),
+    out_dir=("", "folder of the run; without this flag out/<data>_<attn>"),
+    device=("", "cuda, mps or cpu; without this flag the best found"),
+    amp=(None, "bf16 autocast; without this flag on GPUs that support it"),
+    compile=(None, "compile the model; without this flag on CUDA devices"),
+    max_steps=(0, "stop at this step; the schedule stays the same; 0: never"),
+)
+# The flags of a resumed run: what belongs to the machine, the length, and the remedies for a loss
+# that is not finite. The other settings come from the checkpoint.
+OF_RESUME = ("resume", "data_dir", "num_workers", "device", "amp", "compile", "max_steps", "lr",
+             "clip")
+# Flags that may differ between the nodes of a run.
+OF_NODE = ("data_dir", "num_workers", "device", "init_from", "backbone", "out_dir", "resume")
+ONE_OR_MORE = (1, math.inf)                             # allowed values of a number
+SHARE = (0, 1)
+
 
 def new_parser(doc):
     """Return a parser of flags. --help begins with `doc`, the docstring of a script."""
@@ -104,218 +121,118 @@ def new_parser(doc):
                                    formatter_class=layout, allow_abbrev=False)
 
 
-def parse_flags(parser, recipes, default, task):
-    """Parse the flags. Priority: command line, then the run of --resume, then the recipe of --data.
+def first_flags(**choices):
+    """Read the flags that choose which other flags exist. Returns a namespace; None: not given.
 
-    recipes: {data set: {flag: value}}. default: the data set if neither --data nor --data_dir is
-    given. task: what the script trains for; the checkpoint of --resume must have the same task.
-    Returns (args, checkpoint): the flags, and the checkpoint of --resume or {}.
+    choices: {flag: its values}; None allows any text.
     """
-    # Three flags choose the defaults of all others, so they are parsed first.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--data", "--data_dir", "--resume"):
-        first.add_argument(name)
-    choices, _ = first.parse_known_args()
-    checkpoint = {}
-    if choices.resume:
-        checkpoint = load(Path(choices.resume, "last.pt"))
-        check_task(checkpoint, task, parser.prog)
-    restored = dict(checkpoint.get("args", {}))
-    for name in NOT_RESTORED:
-        restored.pop(name, None)
-    data = choices.data or restored.get("data")
-    if not data:
-        data = "folder" if choices.data_dir else default
-    defaults = recipes.get(data, {}) | restored | dict(data=data)
-    parser.set_defaults(**defaults)
-    return parser.parse_args(), checkpoint
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", choices=values)
+    flags, _ = parser.parse_known_args()
+    return flags
 
 
-def check_range(text, value, low, high=math.inf):
-    """Raise argparse's error unless low <= value <= high. text: the value on the command line."""
+def parse(table, doc, words=None):
+    """Parse flags. words: a list instead of the command line. Returns a namespace.
+
+    table: {name: (default, help)}. A flag has the type of its default; a list takes several values.
+    A third entry has the allowed values: (lowest, highest) of a number, by default (0, inf); or all
+    values of a text.
+    """
+    parser = new_parser(doc)
+    for name, entry in table.items():
+        add_flag(parser, name, *entry)
+    return parser.parse_args(words)
+
+
+def parse_resumed(folder, task, make_table, doc):
+    """Parse the command line of --resume. Returns the flags of the run, and its last checkpoint.
+
+    Only the flags in OF_RESUME can be given. make_table: a function that returns the table of flags
+    for the stored flags, {name: value}.
+    """
+    checkpoint = load(Path(folder, "last.pt"))
+    check_task(checkpoint, task)
+    stored = checkpoint["args"] | dict(resume=folder, out_dir=folder, device="", max_steps=0)
+    table = make_table(stored)
+    own = {name: (stored[name], *table[name][1:]) for name in OF_RESUME if name in stored}
+    args = parse(own, doc)
+    return argparse.Namespace(**(stored | vars(args))), checkpoint
+
+
+def with_recipe(table, recipe):
+    """Return a table of flags with the defaults of a recipe.
+
+    recipe: {name: default}. An entry of a table instead of a default adds a flag, or replaces one.
+    """
+    table = dict(table)
+    for name, value in recipe.items():
+        entry = value
+        if not isinstance(value, tuple):
+            entry = (value, *table[name][1:])
+        table[name] = entry
+    return table
+
+
+def add_flag(parser, name, default, text, allowed=None):
+    """Add a flag to a parser. The arguments are an entry of a table of flags."""
+    how = dict(default=default)
+    one = default
+    if isinstance(default, list):
+        how["nargs"] = "*"
+        how["metavar"] = name.upper()
+        one = default[0] if default else ""
+    if one is None or isinstance(one, bool):
+        how["action"] = argparse.BooleanOptionalAction  # --name and --no-name
+    elif isinstance(one, str):
+        how["choices"] = allowed
+    else:
+        how["type"] = functools.partial(number, whole=isinstance(one, int), allowed=allowed)
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    if shown not in ("", None) and shown is not False:
+        text += f" (default: {shown})"
+    parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **how)
+
+
+def number(text, whole=False, allowed=None):
+    """Return a number from text: 8, 0.1, 1e-3, inf or 2/255. A wrong text is argparse's error."""
+    low, high = allowed or (0, math.inf)
+    try:
+        value = int(text) if whole else fraction(text)
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
     if not low <= value <= high:                        # NaN, too
-        expected = f"a number from {low} to {high}"
-        if high == math.inf:
-            expected = f"{low} or more"
-        raise argparse.ArgumentTypeError(f"{text}: expected {expected}")
-
-
-def positive_int(text):
-    """Return a flag's whole number, 1 or more."""
-    value = int(text)
-    check_range(text, value, 1)
-    return value
-
-
-def nonnegative_int(text):
-    """Return a flag's whole number, 0 or more."""
-    value = int(text)
-    check_range(text, value, 0)
-    return value
-
-
-def seed(text):
-    """Return a flag's seed, a whole number from 0 to 2**31 - 1, because data/rng.py uses int32."""
-    value = int(text)
-    check_range(text, value, 0, 2 ** 31 - 1)
-    return value
-
-
-def nonnegative_float(text):
-    """Return a flag's number, 0 or more; inf is allowed."""
-    value = float(text)
-    check_range(text, value, 0)
-    return value
-
-
-def zero_to_one(text):
-    """Return a flag's number from 0 to 1."""
-    value = float(text)
-    check_range(text, value, 0, 1)
-    return value
-
-
-def below_one(text):
-    """Return a flag's number, at least 0 and below 1."""
-    value = zero_to_one(text)
-    if value == 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number below 1")
+        kind = "a whole number" if whole else "a number"
+        limits = f"from {low} to {high}" if high < math.inf else f"of {low} or more"
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {kind} {limits}")
     return value
 
 
 def fraction(text):
-    """Return a flag's number from 0 to 1, which may be written as a fraction: 2/255."""
-    try:
-        value = float(Fraction(text))
-    except ZeroDivisionError:
-        value = math.inf
-    check_range(text, value, 0, 1)
-    return value
-
-
-def typed_flags(parser, words=None):
-    """Return the names of the flags on the command line, a set. words: a list instead of it."""
-    names = vars(parser.parse_args(words))
-    # argparse sets a default only if the namespace lacks the name. Here the namespace has all
-    # names, with the value None. So only the flags on the command line get a value.
-    empty = argparse.Namespace(**dict.fromkeys(names))
-    values = vars(parser.parse_args(words, empty))
-    return {name for name, value in values.items() if value is not None}
-
-
-def reject_flags(names, why):
-    """Raise InputError if a flag would do nothing.
-
-    names: the names of such flags, a set. why: the reason, such as "with --resume".
-    """
-    if names:
-        flags = ", ".join(f"--{name}" for name in sorted(names))
-        raise InputError(f"{flags}: no effect {why}; remove it")
-
-
-def set_missing(args, values):
-    """Set the flags in `values`, {name: value}, that are None in args."""
-    for name, value in values.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-
-
-def attention_flags(flag, attentions, forms):
-    """Add the flags --attn, --rpc_layers, --n_iter, --lambd and --form.
-
-    flag: add_argument of a group of flags. attentions, forms: the values of --attn and of --form.
-    """
-    attn = "rpc is RPC-Attention in --rpc_layers, symmetric elsewhere"
-    n_iter = "steps of PAP, the algorithm in RPC-Attention"
-    lambd = "the larger lambda is, the fewer entries of PAP's S are not 0; inf keeps S at 0"
-    factor = ""
-    if "rpca" in attentions:
-        attn += "; rpca has robust PCA in the place of PAP"
-        n_iter += ", or of robust PCA"
-        factor = "; for rpca a factor of robust PCA's 1 / sqrt(tokens) (default: 1)"
-    flag("--attn", choices=sorted(attentions), default="rpc", help=f"{attn} (default: rpc)")
-    flag("--rpc_layers", default="0", help="layers with RPC-Attention: 0 or 0,1,2 or "
-         "0-3 or all; layer 0 is the first (default: 0)")
-    flag("--n_iter", type=positive_int, help=f"{n_iter}; the paper: 4 to 6 with "
-         "--rpc_layers 0, and 2 with all (default: 4)")
-    flag("--lambd", type=nonnegative_float, help=f"{lambd}; the paper: 4 with "
-         f"--rpc_layers 0, and 3 with all (default: 4){factor}")
-    flag("--form", choices=forms, help="PAP as in the released code, as in the printed "
-         "paper, or as in the paper with ADMM's sign (default: released)")
-
-
-def useless_attention_flags(attn, layer_patterns):
-    """Return the names of the flags that do nothing with --attn, a set.
-
-    layer_patterns: the values of --attn that have --rpc_layers.
-    """
-    useless = set()
-    if attn not in layer_patterns:
-        useless.add("rpc_layers")
-    if attn in WITHOUT_PAP:
-        useless |= {"n_iter", "lambd", "form", "mu_over"}
-    if attn == "rpca":
-        useless.add("form")
-    return useless
-
-
-def running_flags(flag):
-    """Add the flags --device, --amp, --compile, --max_steps and --resume to a group of flags."""
-    boolean = argparse.BooleanOptionalAction            # --name and --no-name
-    flag("--device", help="cuda, mps or cpu (default: the best found)")
-    flag("--amp", action=boolean,
-         help="bf16 autocast (default: on GPUs that support it)")
-    flag("--compile", action=boolean, help="compile the model (default: on CUDA devices)")
-    flag("--max_steps", type=positive_int,
-         help="stop at this step of the run; the schedule stays the same")
-    flag("--resume", help="continue the run in this folder, with its flags; a flag on the "
-         "command line replaces the flag of the run")
-
-
-def evaluation_data(args, trained, built_in):
-    """Choose the data of --eval_only: those of the training, unless flags name others.
-
-    args.data: None without --data. trained: the flags of the training. built_in: the data set that
-    the program makes itself, without a folder. Returns (data, data_dir).
-    """
-    data = args.data or trained["data"]
-    if data == built_in and args.data_dir:
-        if args.data:
-            raise InputError(f"--data_dir: no effect with --data {built_in}; remove it")
-        data = "folder"
-    data_dir = args.data_dir
-    if not data_dir and data == trained["data"]:
-        data_dir = trained["data_dir"]
-    return data, data_dir
+    """Return the number of a text such as 0.1 or 2/255."""
+    above, _, below = text.partition("/")
+    return float(above) / float(below or 1)
 
 
 def parse_layers(text, depth):
-    """Turn "0", "all", "0,1,2" or "0-3" into a tuple of layers."""
-    layers = []
+    """Turn "0", "0,1,2", "0-3" or "all" into a tuple of layers. InputError for other texts."""
+    layers = set()
     for part in text.replace("all", f"0-{depth - 1}").split(","):
-        if not re.fullmatch(r"\d+(-\d+)?", part):
-            raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
         first, _, last = part.partition("-")
-        last = last or first                            # 2 means 2-2
-        layers += range(int(first), int(last) + 1)
-    if not layers:                                      # 3-1
-        raise InputError(f"--rpc_layers {text}: expected a layer, such as 0 or 0-3")
-    return tuple(sorted(set(layers)))
+        if not f"{first}{last or 0}".isdecimal():
+            raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
+        layers |= set(range(int(first), int(last or first) + 1))
+    if not layers or max(layers) >= depth:
+        raise InputError(f"--rpc_layers {text}: expected layers from 0 to {depth - 1}")
+    return tuple(sorted(layers))
 
 
 def check_new_run(folder):
-    """Raise InputError if `folder` already contains a run.
-
-    This check comes before the data are loaded. create_log checks again, because another run can
-    begin in between.
-    """
-    if Path(folder, "last.pt").exists():
-        raise InputError(f"{folder} contains a run; use --resume {folder}, or another "
-                         f"--out_dir")
+    """Raise InputError if a folder contains a run. This comes before the data are loaded."""
     if Path(folder, "log.jsonl").exists():
-        raise InputError(f"{folder} contains the log of a run without a checkpoint; choose "
-                         f"another --out_dir, or delete {folder}/log.jsonl if no run is "
-                         f"active")
+        raise InputError(f"{folder} contains a run; continue it with --resume "
+                         f"{shlex.quote(folder)}, or choose another --out_dir")
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -323,7 +240,7 @@ def check_new_run(folder):
 def start_processes(device_name):
     """Connect the processes of torchrun. Returns this process's number, their count, the device.
 
-    device_name: the value of --device; None chooses the best device that PyTorch finds.
+    device_name: the value of --device; "" chooses the best device that PyTorch finds.
     """
     best = "cpu"
     if torch.backends.mps.is_available():
@@ -342,44 +259,24 @@ def start_processes(device_name):
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def from_first(value):
-    """Return the value of rank 0 in every process. value: a plain Python object."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+def check_equal(value, what):
+    """Raise InputError unless all processes have the same value. what: its name in the message."""
+    if dist.is_initialized():
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        if any(other != values[0] for other in values):
+            raise InputError(f"the processes have different {what}; expected the same "
+                             f"files and flags on every node")
 
 
-def same_everywhere(value, what):
-    """Raise InputError unless all processes have the same value. what: its name in the message.
+def check_same_run(args, first, crc):
+    """Raise InputError unless all processes have the same flags, first step and data.
 
-    Dicts must have the same keys. The message shows the entries of a dict that differ.
+    crc: the checksum of the data.
     """
-    if not dist.is_initialized():
-        return
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    first = values[0]
-    if all(other == first for other in values):
-        return
-    different = values
-    if isinstance(value, dict):
-        names = set()
-        for other in values:
-            names |= {name for name in first if other[name] != first[name]}
-        different = []
-        for other in values:
-            different.append({name: other[name] for name in sorted(names)})
-    raise InputError(f"the processes have different {what}: {str(different):.300}; expected "
-                     f"the same files and flags on every node")
-
-
-def same_run(args, data, first):
-    """Raise InputError unless all processes have the same data, flags and first step."""
-    same_everywhere(data, "data")
-    flags = {name: value for name, value in vars(args).items() if name not in PER_MACHINE}
-    same_everywhere(flags | dict(first_step=first), "flags")
+    flags = {name: value for name, value in vars(args).items() if name not in OF_NODE}
+    check_equal((flags, first), "flags or checkpoints")
+    check_equal(crc, "data")
 
 
 def weight_decay_groups(model, weight_decay):
@@ -397,24 +294,19 @@ def weight_decay_groups(model, weight_decay):
             dict(params=no_decay, weight_decay=0)]
 
 
-def parallel(model, world, compiling, mode="reduce-overhead"):
+def parallel(model, world, compiling):
     """Compile the model, and average gradients over processes. Returns (compiled, net).
 
     compiled: the model, compiled if `compiling`. net: `compiled`, whose backward pass also averages
     gradients over the `world` processes. All three have the same weights: `net` is trained, and
-    `model` is evaluated and saved. mode: of torch.compile; reduce-overhead runs CUDA graphs.
+    `model` is evaluated and saved.
     """
     compiled = model
     if compiling:
-        compiled = torch.compile(model, mode=mode)
+        compiled = torch.compile(model, mode="reduce-overhead")     # with CUDA graphs
     net = compiled
     if world > 1:
         net = DDP(compiled, gradient_as_bucket_view=True)
-        # By default, DDP copies the buffers of rank 0 in each step. Only evaluations use buffers
-        # that change (the means of a FAN's BatchNorm), and share_buffers copies them before an
-        # evaluation. DDP's argument for it has another name in new versions of PyTorch; this
-        # attribute exists in all versions.
-        net.broadcast_buffers = False
     return compiled, net
 
 
@@ -470,143 +362,76 @@ def use_compile(wanted, device):
     return False
 
 
-def check_batch_size(batch_size, world, n=math.inf):
-    """Raise InputError unless the processes can share a batch evenly, and n images fill a batch."""
-    if batch_size % world:
-        raise InputError(f"--batch_size {batch_size}: expected a multiple of {world} "
-                         f"processes")
-    if batch_size > n:
-        raise InputError(f"--batch_size {batch_size}: there are only {n} training "
-                         f"images")
+def send(x, device):
+    """Copy a tensor or list to the device; the CPU does not wait for the copy."""
+    x = torch.as_tensor(x)
+    if torch.device(device).type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()                   # the CPU waits while a GPU copies any other memory
+    return x.to(device, non_blocking=True)
 
 
 # --- the log: one JSON object per line ------------------------------------------------------------
 
-def start_log(args, step, model, device, **numbers):
-    """Create the log of a run, or continue it, and print a line. Returns the log's path.
-
-    A row is appended with the flags, the number of parameters and the machine.
-    step: 0, or the step of the checkpoint of a resumed run. numbers: other fields of the row.
-    """
-    path = Path(args.out_dir, "log.jsonl")
+def create_file(path):
+    """Create an empty file and its folder, in the first process. InputError if it exists."""
     if is_first():
         path.parent.mkdir(parents=True, exist_ok=True)
-        if step == 0:
-            create_log(path)
-        else:
-            cut_log(path, step)
+        try:
+            open(path, "x").close()
+        except FileExistsError:
+            raise InputError(f"{path} exists; choose another --out_dir") from None
+
+
+def start_log(args, first, model, device):
+    """Create out_dir/log.jsonl, or cut the log of a resumed run after step `first`; return the path.
+
+    A row is appended with the flags, the number of parameters and the machine.
+    """
+    path = Path(args.out_dir, "log.jsonl")
+    if not args.resume:
+        create_file(path)
+    elif is_first():
+        kept = [json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= first]
+        with replacing(path) as tmp:
+            tmp.write_text("".join(kept), "utf-8")
     parameters = sum(p.numel() for p in model.parameters())
     machine = origin(device)
-    settings = dict(step=step, args=vars(args), parameters=parameters)
-    append_row(path, settings | machine | numbers)
+    append_row(path, dict(step=first, args=vars(args), parameters=parameters) | machine)
     print0(f"{parameters:,} parameters | {machine['processes']} x "
-           f"{machine['hardware']} | {args.out_dir}, step {step}")
+           f"{machine['hardware']} | {args.out_dir}, step {first}")
     return path
-
-
-def create_log(path):
-    """Create an empty log. InputError if it exists, because a run owns its folder."""
-    try:
-        open(path, "x").close()
-    except FileExistsError:
-        raise InputError(f"{path} exists: another run has begun in this folder; choose "
-                         f"another --out_dir") from None
-
-
-def cut_log(path, step):
-    """Keep the rows of a log up to `step`, without an incomplete last line, which a kill leaves."""
-    if not path.exists():
-        print0(f"{path} is missing; a new log begins after step {step}")
-        return create_log(path)
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    complete = [line for line in lines if line.endswith("\n")]
-    kept = [line for line in complete if json.loads(line)["step"] <= step]
-    with replacing(path) as tmp:
-        tmp.write_text("".join(kept), "utf-8")
-
-
-def to_json(value, sort_keys=False):
-    """Return a value of plain Python types as JSON.
-
-    JSON has no infinity and no NaN: they become the texts "inf", "-inf" and "nan".
-    """
-    def finite(x):
-        """Replace the infinities and NaNs in a value, at any depth."""
-        if isinstance(x, dict):
-            return {key: finite(entry) for key, entry in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [finite(entry) for entry in x]
-        if isinstance(x, float) and not math.isfinite(x):
-            return str(x)
-        return x
-
-    return json.dumps(finite(value), sort_keys=sort_keys)
 
 
 def append_row(path, row):
     """Append a row, a dict, to a file of JSON lines. Only the first process writes."""
     if is_first():
         with open(path, "a", encoding="utf-8") as f:
-            f.write(to_json(row) + "\n")
+            f.write(json.dumps(row) + "\n")
 
 
 def read_log(path):
-    """Return the rows of a log, a list of dicts; [] without a file."""
+    """Return the complete rows of a file of JSON lines, a list of dicts; [] without a file."""
     rows = []
     if os.path.exists(path):
-        lines = Path(path).read_text("utf-8").splitlines(keepends=True)
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                row = None
-            if row is None or not line.endswith("\n"):
-                raise InputError(f"{path}, line {number}: the row is incomplete, expected "
-                                 f"one JSON object and a line break; delete this line")
-            rows.append(row)
+        for line in Path(path).read_text("utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):                     # a kill leaves half a line
+                rows.append(json.loads(line))
     return rows
 
 
-def log_steps(path, step, pending, since, per_step, unit, **numbers):
-    """Log the mean loss, gradient norm and speed of the last steps; print loss and speed.
-
-    step: the number of the last step. pending: one dict of 0-d tensors per step: loss, grad_norm,
-    your own numbers. Each mean is over steps and processes. since: the time.perf_counter() before
-    these steps. per_step: the number of units per step. unit: for example "images". numbers:
-    other fields of the row. InputError if a loss or norm is not finite.
-
-    Here the CPU waits for the device. Other steps do not wait, unless --adv_eps is given: each
-    attack waits to check the images and the logits.
-    """
-    names = list(pending[0])
-    columns = []
-    for name in names:
-        columns.append(torch.stack([row[name] for row in pending]))
-    recent = torch.stack(columns, 1)                                # (steps, n)
+def mean_over_processes(rows):
+    """Return the means of numbers over steps and processes. rows: a tensor (n,) per step."""
+    rows = torch.stack(rows)
     if dist.is_initialized():
-        recent = recent / dist.get_world_size()
-        dist.all_reduce(recent)                                     # adds over processes
-    recent = recent.cpu()
-    per_second = per_step * len(pending) / (time.perf_counter() - since)
-    first = step - len(pending) + 1
-    for i, values in enumerate(recent.tolist(), first):
-        of_step = dict(zip(names, values))
-        loss = of_step["loss"]
-        norm = of_step["grad_norm"]
-        if not math.isfinite(loss + norm):
-            raise InputError(f"not finite at step {i}: loss {loss:.4g}, gradient norm {norm:.4g}; "
-                             f"try a smaller --lr or --clip")
-    means = recent.mean(0).tolist()
-    means = dict(zip(names, means))
-    row = {"step": step} | means | {f"{unit}_per_s": per_second} | numbers
-    append_row(path, row)
-    print0(f"step {step:6d}  loss {means['loss']:.4f}  {per_second:.0f} {unit}/s")
+        rows = rows / dist.get_world_size()
+        dist.all_reduce(rows)                           # adds over processes
+    return rows.cpu().mean(0).tolist()
 
 
 def origin(device):
     """Return fields of a row: date, commit, PyTorch's version, hardware, number of processes.
 
-    The hardware includes the processor's model, because processors round differently.
+    The hardware includes the processor's name, because processors round differently.
     """
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -635,15 +460,13 @@ def commit():
 
 
 def processor():
-    """Return name, family and model of the processor; only its type if Linux does not list them."""
+    """Return the processor's name; only its type if Linux does not list the name."""
     info = Path("/proc/cpuinfo")
-    fields = {}
     if info.exists():
-        fields = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text()))
-    if "model name" not in fields:                      # a Mac, Windows, ARM
-        return platform.processor() or platform.machine()
-    return (f"{fields['model name']} family {fields.get('cpu family')} "
-            f"model {fields.get('model')}")
+        found = re.search(r"model name\s*: (.*)", info.read_text())
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()   # a Mac, Windows, ARM
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -678,16 +501,20 @@ def load(path):
             # weights_only=True: code in the file does not run.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:                                          # torch.load raises many types
-        raise InputError(f"{path} cannot be loaded, expected a checkpoint by torch.save: "
-                         f"{repr(e):.200}") from None
+        raise InputError(f"{path} cannot be loaded, expected a checkpoint by "
+                         f"torch.save: {repr(e):.200}") from None
 
 
-def check_task(checkpoint, task, script):
-    """Raise InputError unless a checkpoint is for `task`, so that `script` wrote it."""
+SCRIPTS = {"classification": "train_cls.py", "segmentation": "train_seg.py",
+           "language modelling": "train_lm.py"}
+
+
+def check_task(checkpoint, task):
+    """Raise InputError unless a checkpoint is for `task`, one of SCRIPTS."""
     own = checkpoint.get("task", "an unknown task")
     if own != task:
         raise InputError(f"the checkpoint is for {own}; expected one for {task}, which "
-                         f"{script} writes")
+                         f"{SCRIPTS[task]} writes")
 
 
 def first_difference(error):
@@ -696,49 +523,6 @@ def first_difference(error):
     The error's first line names the network, and each further line has one difference.
     """
     return str(error).splitlines()[1].strip()[:120]
-
-
-def resume(checkpoint, current, model, optimizer):
-    """Load the checkpoint of --resume into the model and the optimiser.
-
-    current: {name: value}, the settings and data that --resume must not change, for example
-    classes, batch_size and attn. InputError if the checkpoint has another value.
-    """
-    # model_config comes last: in args, a flag that was not given is None.
-    stored = checkpoint | checkpoint["args"] | checkpoint["model_config"]
-    for name, value in current.items():
-        if stored.get(name) != value:
-            raise InputError(f"--resume cannot change {name}: it was "
-                             f"{stored.get(name)!r:.60} and is {value!r:.60}; resume with "
-                             f"the same data and settings")
-    model.load_state_dict(checkpoint["model"])
-    # load_state_dict would also load the settings of the groups. Keep the settings of the new
-    # optimiser, which follow the flags of this command, such as another --weight_decay.
-    state = checkpoint["optimizer"]
-    groups = []
-    for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        groups.append(own | dict(params=saved["params"]))
-    optimizer.load_state_dict(state | dict(param_groups=groups))
-
-
-def best_evaluation(checkpoint, folder):
-    """Return the best evaluation of a resumed run, with its step; {} if best.pt is missing."""
-    best = checkpoint.get("best", {})
-    if best and not Path(folder, "best.pt").exists():
-        print0(f"--resume {folder}: best.pt of step {best['step']} is missing; the best "
-               f"of the next evaluations replaces it")
-        return {}
-    return best
-
-
-def checksum(model):
-    """Return the CRC-32 of a model's weights, 8 hex digits, by which rows name the weights."""
-    crc = 0
-    for tensor in model.state_dict().values():
-        flat = tensor.cpu().contiguous().flatten()
-        data = flat.view(torch.uint8).numpy()
-        crc = zlib.crc32(data.tobytes(), crc)
-    return f"{crc:08x}"
 
 
 def table(rows, header):

@@ -15,7 +15,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from data.images import constant, send
+from common import send
+from data.images import constant
 from data.rng import (ERASE, ERASE_NOISE, FLIP, MIX, RAND_AUGMENT, SHIFT, normal, seed_from,
                       uniform)
 

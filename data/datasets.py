@@ -1,290 +1,186 @@
-"""The data sets of train_cls.py: --data NAME selects a loader and a recipe of default flags.
+"""The data sets of train_cls.py and eval_robust.py: one function per data set.
 
-A loader is a function (part, args) -> `Split` or a Dataset like `ImageTree`, see data/images.py.
+    data = load_part("train", args, device)             # "train", "val" or "test"
+
+A function returns a `Split`, whose images are in memory, or a `Dataset` like `ImageFiles`. The
+training uses "train" and evaluates on "val"; eval_robust.py uses "test". Your own data set is a
+function here, an entry in DATASETS, and an entry in RECIPES of train_cls.py.
+
+    name       images of a part
+    shapes     rendered scenes: --num_images to train on, a fifth as many in val and test
+    cifar10    torchvision's CIFAR10 in --data_dir; val is a tenth of its training images
+    imagenet   --data_dir/train/<class>/*; val and test: --data_dir/val/<class>/*
+    folder     your own images, --data_dir/<class>/*; their bytes decide their part
 """
 
-import os
-from argparse import Namespace
+import zlib
 from pathlib import Path
-from typing import Callable, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
+from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.transforms import v2
 
-from common import InputError, bar, print0
-from data.images import (File, ImageTree, Split, central_square, choose_part, class_entries,
-                         files_to_divide, folder_of_test, hash_file, hash_pixels, image_hashes,
-                         part_folders, read_image, subfolders)
-from data.rng import epoch_order
+from common import InputError, bar, print0, send
+from data.images import Split, central_square, divide, part_of, read_image
+from data.rng import RANDOM_CROP, seed_from
 from data.shapes import load_shapes
 
 
-# --- loaders --------------------------------------------------------------------------------------
+# --- the data sets: functions of (part, args, device, classes) ------------------------------------
+# classes: names in the order of a network's logits, in an evaluation; None: the data choose them.
 
-def shapes(part, args):
-    """Render --num_images training scenes, or a fifth as many test scenes."""
-    n = args.num_images if part == "train" else max(args.num_images // 5, 1)
-    return load_shapes(part, n, args.image_size, device=args.device)
-
-
-def cifar10(part, args):
-    """Load torchvision's cifar-10-batches-py, or images in train/<class>/ and val/<class>/."""
-    if not args.data_dir:
-        raise InputError("--data cifar10 needs --data_dir, its folder")
-    if args.download or os.path.isdir(f"{args.data_dir}/cifar-10-batches-py"):
-        from torchvision.datasets import CIFAR10
-        dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
-        images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-        return Split(images, torch.tensor(dataset.targets), list(dataset.classes))
-    tree = ImageTree(args.data_dir, folder_of(part))
-    images = torch.empty(len(tree), 3, 32, 32, dtype=torch.uint8)
-    for i, path in enumerate(bar(tree.files, "decoding CIFAR-10", leave=False)):
-        images[i] = central_square(read_image(path), 32)
-    return Split(images, tree.labels, tree.classes)
+def shapes(part, args, device, classes=None):
+    """Render scenes."""
+    n = args.num_images
+    if part != "train":
+        n = max(n // 5, 1)
+    return load_shapes(part, n, args.image_size, device=device)
 
 
-def imagenet(part, args):
-    """Open ImageNet's folder; its images are decoded when they are needed."""
-    return ImageTree(args.data_dir, folder_of(part), args.classes, args.image_size,
-                     train=part == "train", seed=args.seed, crop=args.crop)
+def cifar10(part, args, device, classes=None):
+    """Load CIFAR-10. The bytes of a training image decide whether it is held out, for "val"."""
+    if not args.download and not Path(args.data_dir, "cifar-10-batches-py").is_dir():
+        raise InputError(f"{args.data_dir} contains no folder cifar-10-batches-py; "
+                         "choose another --data_dir, or add --download to the training")
+    dataset = CIFAR10(args.data_dir, train=part != "test", download=args.download)
+    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+    labels = torch.tensor(dataset.targets)
+    if part != "test":
+        held_out = [part_of(image.tobytes()) == "val" for image in dataset.data]
+        held_out = torch.tensor(held_out)
+        kept = held_out if part == "val" else ~held_out
+        images = images[kept]
+        labels = labels[kept]
+    return Split(images.to(device), labels.to(device), dataset.classes)
 
 
-def folder_of(part):
-    """Return the folder of a part in ImageNet's layout, which has no test images."""
-    return "train" if part == "train" else "val"
+def imagenet(part, args, device, classes=None):
+    """Open ImageNet's folders, which have no test images: "test" is val/, too."""
+    if part == "train":
+        return ImageFiles(f"{args.data_dir}/train", args, seed=args.seed)
+    return ImageFiles(f"{args.data_dir}/val", args, classes)
 
 
-def folder(part, args):
-    """Load your own images as squares. Unreadable files, and images in args.seen, are left out."""
-    classes, files = find_photos(args.data_dir, part)
-    size = args.image_size
-    seen = set(args.seen)
-    # Memory for all files; the images that are left out leave room at the end.
-    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+def folder(part, args, device, classes=None):
+    """Decode your own photos into memory, as squares, and print what was passed over."""
+    parts, passed = divide(args.data_dir)
+    found = {path.parent.name for path in sum(parts.values(), [])}
+    names = list(classes or sorted(found))
+    counts = ", ".join(f"{len(paths)} {name}" for name, paths in parts.items())
+    line = f"{args.data_dir}: {counts} images of {len(found)} classes"
+    for kind, paths in passed.items():
+        line += f"; passed over: {len(paths)} {kind}, the first: {paths[0]}"
+    if part != "val":                                   # once per command
+        print0(line)
+    if len(names) < 2 or not found <= set(names):
+        expected = ", ".join(names[:5]) if classes else "two or more"
+        raise InputError(f"{args.data_dir} has images of the classes "
+                         f"{sorted(found)[:5]}, expected {expected}, as in "
+                         f"{args.data_dir}/<class>/*.jpg")
+    # Memory for all files; unreadable ones leave room at the end.
+    images = torch.zeros(len(parts[part]), 3, args.image_size, args.image_size,
+                         dtype=torch.uint8)
     labels = []
-    hashes = []
     unreadable = []
-    for path, label in bar(files, "decoding", leave=False):
+    for path in bar(parts[part], f"decoding {part}", leave=False):
         try:
             image = read_image(path)
-        except InputError:
-            unreadable.append(path)
+        except InputError as error:
+            unreadable.append(error)
             continue
-        own_hashes = image_hashes(path, image)
-        if own_hashes.isdisjoint(seen):
-            images[len(labels)] = central_square(image, size, args.crop)
-            labels.append(label)
-            hashes += sorted(own_hashes)
+        images[len(labels)] = central_square(image, args.image_size)
+        labels.append(names.index(path.parent.name))
+    if unreadable:
+        print0(f"{part}: {len(unreadable)} files are passed over: {unreadable[0]}")
+    missing = [name for k, name in enumerate(names) if k not in labels]
+    if missing:
+        print0(f"{part}: no image of {', '.join(missing[:5])}")
+    if part != "val" and not labels:
+        raise InputError(f"{args.data_dir}: there is no {part} image")
+    labels = torch.tensor(labels, dtype=torch.long, device=device)
+    return Split(images[:len(labels)].to(device), labels, names)
 
-    n = len(labels)
-    if n == 0:
-        raise InputError(f"--data_dir {args.data_dir}: no image is left for {part!r}; the "
-                         f"network was trained on all of them, or they cannot be read")
-    present = set(labels)
-    missing = [name for k, name in enumerate(classes) if k not in present]
-    if part == "train" and missing:
-        raise InputError(f"--data_dir {args.data_dir}: no training image of {missing[0]} "
-                         f"can be read; expected one or more")
-    if part == "all":
-        print_unreadable(unreadable, len(files))
-        if seen:
-            ending = "without images of the training"
+
+DATASETS = dict(shapes=shapes, cifar10=cifar10, imagenet=imagenet, folder=folder)
+
+
+def load_part(part, args, device, classes=None):
+    """Load a part of the data set args.data: a Split on the device, or a Dataset of files."""
+    data = DATASETS[args.data](part, args, device, classes)
+    if isinstance(data, Split) and data.images.dtype != torch.uint8:
+        raise InputError(f"--data {args.data} loads images of {data.images.dtype}; "
+                         "expected torch.uint8, 0 to 255")
+    return data
+
+
+# --- files that are not in memory -----------------------------------------------------------------
+
+class ImageFiles(ImageFolder):
+    """Photos in folder/<class>/*, ImageNet's layout, decoded when they are needed.
+
+    files[position, index] is (image (3, size, size) uint8, label, position). index: the number of
+    the file. classes: all names in label order, of which the folder may contain some; None: the
+    folder's. seed: None for an evaluation. Otherwise the crop is random; it depends on the seed and
+    on position, the number of the sample in the whole run.
+    crop: the share of the short side in the evaluation's crop.
+    """
+
+    def __init__(self, folder, args, classes=None, seed=None, crop=0.875):
+        if not Path(folder).is_dir():
+            raise InputError(f"there is no folder {folder}; --data_dir selects it")
+        super().__init__(folder, loader=read_image)
+        self.size = args.image_size
+        self.num_workers = args.num_workers
+        self.seed = seed
+        self.crop = crop
+        self.resample = "bicubic"
+        found = self.classes
+        if classes:
+            self.classes = list(classes)
+        number = {name: i for i, name in enumerate(self.classes)}
+        unknown = [name for name in found if name not in number]
+        if unknown:
+            raise InputError(f"{folder} has the folders {unknown[:5]}, which are no "
+                             f"classes of the network, such as {self.classes[:3]}")
+        self.labels = torch.tensor([number[found[k]] for k in self.targets])
+
+    def __getitem__(self, key):
+        position, index = key
+        path, _ = self.samples[index]
+        image = read_image(path)
+        if self.seed is None:
+            image = central_square(image, self.size, self.crop, self.resample)
         else:
-            ending = "and which images the training used is not known"
-        first_path, _ = files[0]                        # PLACE/<class>/<file>
-        place = Path(first_path).parents[1]
-        print0(f"{place}/: {n} of {len(files)} images are evaluated, {ending}")
-    return Split(images[:n], torch.tensor(labels), classes, hashes=hashes)
+            torch.manual_seed(seed_from(self.seed, RANDOM_CROP, position))
+            bicubic = v2.InterpolationMode.BICUBIC
+            crop = v2.RandomResizedCrop(self.size, interpolation=bicubic)
+            image = crop(image)
+        return image, int(self.labels[index]), position
 
 
-def print_unreadable(paths, total):
-    """Print how many of your own images cannot be read, in one line, with the first error."""
-    if not paths:
+# --- batches --------------------------------------------------------------------------------------
+
+def load_batches(data, pairs, device):
+    """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
+
+    pairs: (positions, indices) of each batch, (b,) int64 each.
+    """
+    if isinstance(data, Split):
+        for position, index in pairs:
+            index = send(index, device)
+            yield data.images[index], data.labels[index], position
         return
-    try:
-        read_image(paths[0])                            # again, for its error
-    except InputError as error:
-        print0(f"{len(paths)} of {total} files are left out; the first: {error}")
+    keys = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
+    loader = DataLoader(data, batch_sampler=keys, num_workers=data.num_workers)
+    for images, labels, position in loader:
+        yield send(images, device), send(labels, device), position
 
 
-def photo_groups(root):
-    """List root/{train,val,test}/<class>/*: {part: [File]}, or root/<class>/*: {"": [File]}.
-
-    A folder without class folders is no part.
-    """
-    groups = {}
-    for part, part_folder in part_folders(root).items():
-        files = []
-        for class_name, class_folder in subfolders(part_folder).items():
-            for entry in class_entries(class_folder):
-                name = os.path.relpath(entry.path, root)
-                files.append(File(entry.path, name, class_name))
-        if files:
-            groups[part] = files
-    return groups
-
-
-def find_photos(root, part):
-    """List the images of a part of your own folder: class names, [(path, label)].
-
-    InputError unless an image of every folder can be read.
-    """
-    groups = photo_groups(root)
-    files = sum(groups.values(), [])
-    classes = sorted({file.class_name for file in files})       # names in any part
-    if len(classes) < 2:
-        parts = part_folders(root)
-        hint = ""
-        if "" not in parts:
-            reserved = ", ".join(parts.values())
-            hint = (f"; a folder with the name train, val or test is a part, no class "
-                    f"({reserved}); if it is a class, rename it")
-        raise InputError(f"--data_dir {root} has {len(classes)} folders with images, "
-                         f"expected 2 or more: {root}/<class>/*.jpg, or "
-                         f"{root}/train/<class>/*.jpg{hint}")
-    trained_classes = {file.class_name for file in files_to_divide(groups)}
-    missing = [name for name in classes if name not in trained_classes]
-    if missing and part != "all":
-        names = ", ".join(missing[:5])
-        raise InputError(f"--data_dir {root} has no training images of {names}")
-    check_readable([file.path for file in files])
-    chosen = choose_part(groups, part)
-    return classes, [(file.path, classes.index(file.class_name)) for file in chosen]
-
-
-def check_readable(paths):
-    """Raise InputError unless one image or more in every folder can be read."""
-    paths_in = {}                                               # {folder: paths}
-    for path in paths:
-        paths_in.setdefault(os.path.dirname(path), []).append(path)
-    for class_folder, inside in paths_in.items():
-        if not any(hash_file(path) for path in inside):
-            raise InputError(f"{class_folder}: none of {len(inside)} images can be read; replace "
-                             f"them, or move the folder elsewhere")
-
-
-class DataSource(NamedTuple):
-    load: Callable                              # (part, args) -> Split or Dataset
-    recipe: dict                                # default flags
-    crop: float = 1.0                           # share of the short side in the evaluation crop
-
-
-# To add a data set, write a function, and add an entry here. --data NAME selects the entry.
-DATASETS = {
-    # accuracy after 3.2 minutes on 2 CPU cores: rpc 96.8 %, symmetric 96.8 %, softmax 96.1 %
-    "shapes": DataSource(shapes, dict(
-        model="nano", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=2e-3,
-        smoothing=0.0, flip=True)),
-    # accuracy after 25 minutes on 2 CPU cores: 70 %
-    "cifar10": DataSource(cifar10, dict(
-        model="micro", image_size=32, patch_size=4, epochs=8, batch_size=64, lr=1e-3,
-        pad=4, flip=True)),
-    # The paper's training, 300 epochs on 4 GPUs. We have not run it. Accuracy in the paper: rpc
-    # 70.94 %, symmetric 70.44 %. lr = 5e-4 * batch_size / 512.
-    "imagenet": DataSource(imagenet, dict(
-        model="tiny", image_size=224, patch_size=16, epochs=300, batch_size=1024,
-        lr=1e-3, warmup_epochs=5, clip=0.0, drop_path=0.1, num_ops=2, erase=0.25,
-        mixup=0.8, cutmix=1.0, repeats=3, flip=True, eval_every=5), crop=0.875),
-    # your own photos, root/<class>/*.jpg; train_cls.py chooses the number of epochs
-    "folder": DataSource(folder, dict(
-        model="nano", image_size=64, patch_size=8, batch_size=16, pad=8, lr=1e-3,
-        attn="symmetric", flip=True)),
-}
-
-
-def trained_crop(flags):
-    """Return the evaluation crop of the data set of a training, None if it is not in DATASETS.
-
-    flags: the flags of the training.
-    """
-    source = DATASETS.get(flags.get("data"))
-    if source is None:
-        return None
-    return source.crop
-
-
-# --- load a part ----------------------------------------------------------------------------------
-
-# The flags of load_part that a caller may leave out. classes and seen are no flags of train_cls.py,
-# and neither is crop, whose default is the data set's.
-DEFAULTS = dict(num_images=16000, seed=0, download=False, classes=None, seen=())
-
-
-def load_part(part, flags, device):
-    """Load a part of the data set flags["data"]: a Split on the device, or a Dataset of files.
-
-    flags: a dict of flags of train_cls.py, and of three settings: classes, ImageNet's class names
-    in the order of the labels; seen, `image_hashes` of your own images to leave out; crop, the
-    share of the short side in the evaluation crop. See DEFAULTS for those that may be left out.
-    """
-    name = flags["data"]
-    source = DATASETS[name]
-    settings = DEFAULTS | dict(crop=source.crop) | flags
-    settings["device"] = device
-    loaded = source.load(part, Namespace(**settings))
-    in_memory = isinstance(loaded, Split)
-    if in_memory:
-        images = loaded.images
-    else:
-        images, *_ = loaded[0, 0]                       # the first image, for its dtype
-    if images.dtype != torch.uint8:                     # the training divides by 255
-        raise InputError(f"--data {name} loads images of {images.dtype}; expected torch.uint8, "
-                         f"0 to 255")
-    if in_memory:
-        labels = loaded.labels.to(device)
-        return loaded._replace(images=images.to(device), labels=labels)
-    return loaded
-
-
-def load_data(args, device, seen=()):
-    """Load the training images, and the held-out or test images to evaluate on during training.
-
-    seen: `image_hashes` of your own images that the initial weights were trained on. Images of the
-    training and images in `seen` are never held out.
-    """
-    train = load_part("train", vars(args), device)
-    kind = "validation"
-    if args.data == "folder":
-        trained = set(seen).union(train.hashes)
-        val = load_part("val", vars(args) | dict(seen=trained), device)
-        groups = photo_groups(args.data_dir)
-        paths = [file.path for files in groups.values() for file in files]
-        unreadable = [path for path in paths if not hash_file(path)]
-        print_unreadable(unreadable, len(paths))
-        test_folder = folder_of_test(groups)
-        test = "a tenth of each class"
-        if test_folder:
-            test = part_folders(args.data_dir)[test_folder]
-        print0(f"test images, which only eval_robust.py uses: {test}")
-    elif args.holdout:
-        train, val = hold_out(train, args.holdout)
-    else:
-        val = load_part("test", vars(args), device)
-        kind = "test"
-    if list(train.classes) != list(val.classes):
-        differ = sorted(set(train.classes) ^ set(val.classes))[:5]
-        raise InputError(f"--data_dir {args.data_dir}: the classes to train on and to evaluate "
-                         f"on differ: {differ}")
-    names = ", ".join(train.classes[:12])
-    print0(f"{args.data}: {len(train.labels)} training, {len(val.labels)} {kind} images, "
-           f"{len(train.classes)} classes: {names}")
-    return train, val
-
-
-def hold_out(train, n):
-    """Divide a Split into two: training images, and n held-out images, a fixed random choice.
-
-    A held-out image whose pixels equal a training image is left out.
-    """
-    hashes = [hash_pixels(image) for image in train.images.cpu()]
-    order = epoch_order(len(hashes), 0, seed=0).tolist()
-    kept = order[n:]
-    trained = {hashes[i] for i in kept}
-    held = [i for i in order[:n] if hashes[i] not in trained]
-    if not held:
-        raise InputError(f"--holdout {n}: all held-out images are copies of training "
-                         f"images")
-
-    def part(index):
-        return Split(train.images[index], train.labels[index], train.classes)
-
-    return part(kept), part(held)
+def data_crc(data):
+    """Return a CRC-32 of a data set: of its labels, and of its pixels or the names of its files."""
+    crc = zlib.crc32(data.labels.cpu().numpy())
+    if isinstance(data, Split):
+        return zlib.crc32(data.images.cpu().numpy(), crc)
+    names = "\n".join(Path(path).name for path, _ in data.samples)
+    return zlib.crc32(names.encode(), crc)
