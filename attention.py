@@ -171,7 +171,8 @@ def rpc_attention(k, v, n_iter=4, lambd=4.0, *, q=None,
 
     k, v, result: (B, H, N, D). v must be as wide as k, because L, a weighted mean of values, is
     subtracted from k.
-    n_iter: number of steps, at least 1. More steps are not more accurate: PAP does not converge.
+    n_iter: number of steps, at least 1. More steps are not more accurate: the mean of K - L - S
+    over the steps tends to 0 for every bounded L, even for random L (docs/equations.md).
     lambd: lambda, at least 0, or a tensor (H, 1, 1), which can be learned. math.inf keeps S at 0.
     q: fixed queries (B, H, N, D) for asymmetric RPC. By default the keys are the queries.
     threshold, mu_dim, dual_sign: see the table at the top of this file.

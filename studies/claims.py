@@ -32,8 +32,8 @@ import numpy as np
 import common
 from studies import (arms, kernel_pca, language, line, perfect_s, pretrained, pro_attention,
                      probe, robust_pca, where_is_s)
-from studies.stats import (accuracy, detectable, digits_of, holm, paired_t, show, show_p,
-                           spread)
+from studies.stats import (accuracy, crossed, detectable, digits_of, holm, interval, paired_t,
+                           show, show_p, spread)
 
 ROOT = Path(__file__).parents[1]
 RESULTS, CLAIMS = ROOT / "studies/results", ROOT / "studies/claims.csv"
@@ -87,6 +87,15 @@ def described(d, what, holm=np.nan, tests=1, digits=1):
             "interval": f"{d.low:+.{digits}f} to {d.high:+.{digits}f}", "seeds": str(d.n),
             "p": show_p(d.p), "holm": show_p(holm),
             "power": f"{detectable(d.error, d.df, tests):.{digits}f}"}[what]
+
+
+def apart_in(name, first, second, measure, what="difference"):
+    """Describe the difference of two arms of a comparison that are not a pair of its plan."""
+    found = arms.comparison(name)[1].found[key_of(name, f"{first} - {second}", measure)[0]]
+    one, other = ({seed: right for (arm, seed), right in found.items() if arm == wanted}
+                  for wanted in (first, second))
+    seeds = sorted(one.keys() & other.keys())
+    return described(crossed([one[seed] - other[seed] for seed in seeds]), what)
 
 
 def setting(name, arm, flag):
@@ -379,19 +388,27 @@ def contrast(arm, kind, condition, base, what="difference"):
 def rpca(pair, measure, what="difference"):
     """Describe the difference of two arms of studies.robust_pca, "arm - baseline".
 
-    what: see `described`; "arm" and "baseline" return the mean accuracies, and "equal loss" the
-    difference at equal clean loss.
+    what: see `described`; "arm" and "baseline" return the mean accuracies. The names in
+    robust_pca.PREDICTIONS return the difference at equal clean loss. "together" returns the interval
+    that holds together with those of the other planned tests, "one test" the difference that this
+    test alone detects with 80 % power.
     """
     found = robust_pca.read_rows()
     arm, base = pair.split(" - ")
-    if what == "equal loss":
+    if what in robust_pca.PREDICTIONS:
         rows = common.read_log(robust_pca.ROWS)
-        return show(robust_pca.at_equal_loss(rows, found, measure, arm, base))
+        return show(robust_pca.at_equal_loss(rows, found, measure, arm, base, what))
     if what in ("arm", "baseline"):
         values = found[measure][arm if what == "arm" else base].values()
         return f"{np.mean([x.mean() for x in values]):.1f}"
+    d = robust_pca.gap(found, measure, arm, base)
+    if what == "together":
+        low, high = interval(d, 1 - 0.05 / 6)
+        return f"{low:+.1f} to {high:+.1f}"
+    if what == "one test":
+        return described(d, "power")
     p = robust_pca.primary_p(found).get((measure, arm, base), math.nan)
-    return described(robust_pca.gap(found, measure, arm, base), what, p, 6)
+    return described(d, what, p, 6)
 
 
 @cache
@@ -403,8 +420,9 @@ def real(what, measure, source, layer, form, tokens="64", network="trained"):
     """Return a number of results/pretrained.
 
     what: "mean" of a source over texts and heads; "gap", learned minus the source, over texts;
-    "heads", the same over heads; "position" of learned values in %; "above", the heads above all
-    random matrices; "outcome", the outcome in the words of the plan. layer: a number, "mean" or
+    "heads", the same over heads; "position" of learned values in %; "whole", the position of the
+    mean over all layers, over the unit `source`; "above", the heads above all random matrices;
+    "outcome", the outcome in the words of the plan. layer: a number, "mean" or
     "all". form: a format, or the digits of an interval.
     """
     rows = pretrained_rows()
@@ -414,6 +432,9 @@ def real(what, measure, source, layer, form, tokens="64", network="trained"):
               network=network)
     if what == "position":
         return show(rows.position(measure, **at), int(form))
+    if what == "whole":
+        at.pop("layer")
+        return show(rows.position_of_mean(measure, source, **at), int(form))
     if what == "above":
         return rows.above(measure, **at)
     if what in ("gap", "heads"):
@@ -465,7 +486,7 @@ def pro(variant, measure, baseline=""):
     return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, on_those, setting, most_fooled, judged_as, rule, off,
+FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule, off,
                                      apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
                                      chosen, nats, beyond, where, where_gap, perfect,
                                      perfect_trained, contrast, rpca, real, paper, lm_gap,

@@ -460,6 +460,17 @@ class Rows:
             parts.append(100 * (ratio + (way - ratio * whole) / whole.mean()))
         return paired_t(np.mean(parts, 0))
 
+    def position_of_mean(self, measure, unit="heads", **at):
+        """Return the position of the mean over all layers and heads: a Difference over units.
+
+        This is the formula of studies.kernel_pca.closed: first the means, then one ratio.
+        """
+        random = self.units(measure, "x W", unit=unit, **at)
+        way = self.units(measure, "learned", unit=unit, **at) - random
+        whole = self.units(measure, f"fitted to {measure}", unit=unit, **at) - random
+        ratio = way.mean() / whole.mean()
+        return paired_t(100 * (ratio + (way - ratio * whole) / whole.mean()))
+
     def above(self, measure, layer="mean", **at):
         """Count heads whose learned values exceed all their random matrices, as "3 of 12"."""
         own = self.units(measure, "learned", layer, "heads", **at)

@@ -37,7 +37,8 @@ from robust.autoattack import square
 from robust.corruptions import NAMES, corrupt
 from robust.patches import corrupt_patches
 from studies import cost, line, probe
-from studies.stats import NONE, crossed, holm, paired_t, show, show_p, spread
+from studies.stats import (NONE, crossed, detectable, holm, interval, paired_t, show, show_p,
+                           spread)
 from studies.where_is_s import auc, location
 from vit import SIZES, ViT, ViTConfig
 
@@ -148,6 +149,7 @@ ARMS = {                                # flags of train_cls.py; all arms: 8 epo
 PRIMARY_PAIRS = (("rpca-4", "symmetric"), ("rpca-4", "shrunk"))
 PRIMARY = ("15 corruptions", "patches: noise", "pgd, worst")
 # The measures that studies/line.py has, too, and their names there.
+PREDICTIONS = ("straight line", "parabola", "own slope")
 LINE_MEASURES = {"15 corruptions": "15 corruptions", "pgd, true gradient": "pgd 2/255"}
 
 
@@ -358,44 +360,76 @@ def primary_p(found):
     return holm(p)
 
 
-def slope_of_line(name):
-    """Return the points of accuracy per unit of log clean loss of the baseline, a negative number.
+def prediction(how, rows, found, name):
+    """Return a function from log clean loss to accuracy, for `at_equal_loss`.
 
-    Source: the baseline networks of results/line, which were trained for 4 to 24 epochs.
+    how: "straight line" and "parabola" are fitted through the baseline networks of results/line,
+    which were trained for 4 to 24 epochs. "own slope" is the slope within this study: one slope for
+    all arms, each with a mean of its own.
     """
+    if how == "own slope":
+        losses = {(row["arm"], row["seed"]): row["loss"] for row in rows}
+        across = down = 0.0
+        for arm, of in found[name].items():
+            x = np.log([losses[arm, seed] for seed in of])
+            y = np.array([right.mean() for right in of.values()])
+            across += ((x - x.mean()) * (y - y.mean())).sum()
+            down += ((x - x.mean()) ** 2).sum()
+        return np.poly1d([across / down, 0])
     networks = line.reference(line.stored("fresh"))
     log_loss, accuracy = line.points(networks, LINE_MEASURES[name])
-    slope, _ = np.polyfit(log_loss, accuracy, 1)
-    return slope
+    degree = {"straight line": 1, "parabola": 2}[how]
+    return np.poly1d(np.polyfit(log_loss, accuracy, degree))
 
 
-def at_equal_loss(rows, found, name, arm, base):
+def at_equal_loss(rows, found, name, arm, base, how="straight line"):
     """Compare two arms in a measure at equal clean loss, seed by seed: a Difference.
 
-    From each difference of accuracies, this function subtracts what the baseline's line predicts
-    for the difference of the log clean losses. The interval is over seeds; the slope of the line
-    counts as exact.
+    From each difference of accuracies, this function subtracts the difference that `prediction`
+    gives for the two clean losses. The interval is over seeds; the prediction counts as exact.
     """
     losses = {(row["arm"], row["seed"]): row["loss"] for row in rows}
-    first = found[name][arm]
-    second = found[name][base]
-    slope = slope_of_line(name)
+    first = found[name].get(arm, {})
+    second = found[name].get(base, {})
+    predict = prediction(how, rows, found, name)
     gaps = []
     for seed in sorted(first.keys() & second.keys()):
-        predicted = slope * np.log(losses[arm, seed] / losses[base, seed])
+        predicted = predict(np.log(losses[arm, seed])) - predict(np.log(losses[base, seed]))
         gaps.append(first[seed].mean() - second[seed].mean() - predicted)
-    return paired_t(gaps)
+    return paired_t(gaps) if gaps else NONE
 
 
 def equal_loss_table(rows, found):
     """Format the differences from symmetric attention at equal clean loss: one row per arm."""
+    columns = [(name, how) for name in LINE_MEASURES for how in PREDICTIONS]
     body = []
     for arm in ARMS:
         if arm != "symmetric" and arm in found["clean"]:
-            cells = [show(at_equal_loss(rows, found, name, arm, "symmetric"))
-                     for name in LINE_MEASURES]
+            cells = [show(at_equal_loss(rows, found, name, arm, "symmetric", how))
+                     for name, how in columns]
             body.append([f"{arm} minus symmetric", *cells])
-    return common.table(body, ["difference in points at equal clean loss", *LINE_MEASURES])
+    titles = [f"{name}, {how}" for name, how in columns]
+    return common.table(body, ["difference in points at equal clean loss", *titles])
+
+
+def power_table(found):
+    """Format the planned tests: intervals that hold together, and the power of each test.
+
+    The intervals of all six tests together contain their true values with a probability of at least
+    95 % (Bonferroni). Power: the difference that a test detects with a probability of 80 %.
+    """
+    tests = len(PRIMARY) * len(PRIMARY_PAIRS)
+    body = []
+    for arm, base in PRIMARY_PAIRS:
+        for name in PRIMARY:
+            d = gap(found, name, arm, base)
+            low, high = interval(d, 1 - 0.05 / tests)
+            alone, first = (f"{detectable(d.error, d.df, n):.1f}" for n in (1, tests))
+            body.append([f"{arm} minus {base}", name, show(d), f"{low:+.1f} to {high:+.1f}",
+                         alone, first])
+    return common.table(body, ["planned test", "measure", "95 % interval",
+                               f"{tests} intervals together", "detectable, one test",
+                               f"detectable, first of {tests}"])
 
 
 def accuracy_table(found):
@@ -475,7 +509,7 @@ def main(argv=None):
     found = read_rows(args.rows)
     if rows:
         print(f"{accuracy_table(found)}\n\n{difference_table(found)}\n")
-        print(f"{equal_loss_table(rows, found)}\n\n{area_table(rows)}\n")
+        print(f"{power_table(found)}\n\n{equal_loss_table(rows, found)}\n\n{area_table(rows)}\n")
     if COSTS.exists():
         print(cost_table(common.read_log(COSTS)))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import attention
 from attention import (ATTENTIONS, FORMS, Attention, SelfAttention, attend_rpca, every_pap,
-                       key_statistics, layer_inputs, naive_attention, naive_rpc, robust_pca,
+                       key_statistics, layer_inputs, naive_attention, naive_rpc, penalty, robust_pca,
                        rpc_attention, rpca_attention, shrink_singular_values, softmax_attention,
                        symmetric_attention)
 from kpca import pcp
@@ -130,6 +131,41 @@ def test_naive_rpc_equals_rpc_attention():
         _, k, v = qkv(gain)
         assert close(naive_rpc(k, v), rpc_attention(k, v), atol=1e-12)
         assert close(naive_rpc(k.float(), v.float()), rpc_attention(k, v).float(), atol=1e-4)
+
+
+def random_output(q, k, v, **kwargs):
+    """Return random numbers instead of the attention output."""
+    return torch.randn_like(v)
+
+
+@pytest.mark.parametrize("line_4", ["values", "keys", "random"])
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("form", FORMS)
+def test_summed_residuals_stay_bounded_for_any_L(form, sign, line_4, monkeypatch):
+    """Check the theorem of docs/equations.md, and its consequence 3."""
+    if line_4 == "random":
+        monkeypatch.setattr(attention, "softmax_attention", random_output)
+    _, K, V = qkv()
+    how = FORMS[form] | dict(dual_sign=sign)
+    lambd = 1.5 if form == "released" else 0.1                      # S is neither 0 nor full
+    mu = penalty(K, mu_dim=how["mu_dim"])
+    tau = lambd * mu if how["threshold"] == "times" else lambd / mu
+    steps = []
+    rpc_attention(K, K if line_4 == "keys" else V, 30, lambd, **how, trace=steps)
+
+    Ls = [torch.zeros_like(K), torch.zeros_like(K)] + [step["L"] for step in steps]
+    Z = last_X = torch.zeros_like(K)
+    inside = raw = 0
+    for step, before, last, L in zip(steps, Ls, Ls[1:], Ls[2:]):    # L_{t-2}, L_{t-1}, L_t
+        X = K - last + Z
+        Z = Z + K - L - step["S"]                                   # the sum of the residuals
+        assert close(Z, X.clamp(-tau, tau) - (L - last))
+        stays = (X.abs() > tau) & (last_X.abs() > tau) & (X.sign() == last_X.sign())
+        assert close(step["S"][stays], (K - 2 * last + before)[stays])
+        raw += stays.sum()
+        inside += (X.abs() < tau).sum()
+        last_X = X
+    assert raw > 100 and inside > 100                               # both cases occur
 
 
 def test_infinite_lambda_and_zero_keys_give_finite_gradients():

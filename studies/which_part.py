@@ -1,0 +1,451 @@
+"""Which part of RPC-Attention's loop keeps S from finding noise?
+
+    python -m studies.which_part                                     # tables of the stored rows
+    python -m studies.which_part --ckpt weights/shapes_rpc.pt        # measures, and prints
+    python -m studies.which_part --ckpt out/rpc_s? --out rows.jsonl  # measures, and appends rows
+
+PAP, the loop of RPC-Attention, and robust PCA differ in five parts: line 4 (how L is computed), the
+order of the lines, the sign of Z in line 4, the threshold, and whether the mean key is subtracted
+first. This study runs every combination of the parts on the same keys of layer 0, and measures how
+well S finds corrupted patches. The score of a patch is the sum of |S| over heads and channels. AUC
+is the probability that a corrupted patch has a higher score than an intact patch of its image.
+
+The size of a key is the sum of its absolute entries over heads and channels, like the size of S.
+No network is trained here, and nothing follows about accuracy. The plan is
+results/which_part/plan.md.
+"""
+
+import argparse
+import itertools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from attention import layer_inputs
+from data.rng import PATCH_VALUES, uniform
+from robust.patches import corrupt_patches, patches_to_pixels, random_places
+from studies import probe
+from studies.stats import detectable, holm, paired_t, scipy_stats, show, show_p
+
+FOLDER = Path(__file__).parent / "results/which_part"
+ROWS = FOLDER / "rows.jsonl"
+KINDS = ("noise", "gaussian", "colours", "equal", "adversarial")
+LAMBDA = 4                              # PAP's lambda
+RIDGE = 0.01                            # of the Mahalanobis distance, times the mean variance
+RATIOS = (0.6, 1.0, 1.4)                # size of noisy keys : size of intact keys
+LONG = (1, 2, 3, 4, 12, 200)            # steps after which PAP's S, L and residual are compared
+
+
+# --- the loops ------------------------------------------------------------------------------------
+
+class Loop(NamedTuple):
+    """A loop that splits K into L and S. Each field is a part in which PAP and robust PCA differ.
+
+    line_4: "values" and "keys": attention to V and to K. "spectrum": shrink the singular values.
+        "random", "constant": controls; random numbers with the mean and the standard deviation of
+        V, drawn in each step or once.
+    order: "S first" or "L first". sign: of Z in line 4. threshold: "released", 4 H mu, or
+    "over", 1 / (mu sqrt(max(N, D))). keys: "raw", or "centred" (the mean key is subtracted).
+    """
+    line_4: str
+    order: str
+    sign: int
+    threshold: str
+    keys: str
+
+    @property
+    def name(self):
+        sign = "+" if self.sign > 0 else "-"
+        return f"{self.line_4}, {self.order}, {sign}, {self.threshold}, {self.keys}"
+
+
+LOOPS = [Loop(*parts) for parts in itertools.product(
+    ("values", "keys", "spectrum"), ("S first", "L first"), (-1, 1), ("released", "over"),
+    ("raw", "centred"))]
+PAP = Loop("values", "S first", -1, "released", "raw")
+ROBUST_PCA = Loop("spectrum", "L first", 1, "over", "centred")
+RANDOM, CONSTANT = PAP._replace(line_4="random"), PAP._replace(line_4="constant")
+
+
+def shrink(x, tau):
+    """Move each entry of x towards 0 by tau; entries with |x| <= tau become 0."""
+    return x - x.clamp(-tau, tau)
+
+
+def shrink_spectrum(X, tau):
+    """Replace each singular value s of X (..., N, D) by max(s - tau, 0)."""
+    eigenvalues, U = torch.linalg.eigh(X.mT @ X)
+    s = eigenvalues.clamp_min(0).sqrt()
+    tau = tau[..., 0]
+    factors = 1 - tau / torch.maximum(s, tau)
+    return X @ (U * factors[..., None, :]) @ U.mT
+
+
+def low_rank(line_4, x, K, v, mu, step):
+    """Compute L from x, the keys of line 4."""
+    if line_4 == "spectrum":
+        return shrink_spectrum(x, 1 / mu)
+    if line_4 in ("random", "constant"):
+        seed = step if line_4 == "random" else 0
+        noise = torch.randn(v.shape, generator=torch.Generator().manual_seed(seed), dtype=v.dtype)
+        return v.mean() + v.std() * noise
+    return F.scaled_dot_product_attention(x, x, K if line_4 == "keys" else v)
+
+
+def pursuit(loop, k, v, n_iter=4):
+    """Run a Loop on keys and values (B, H, N, D); return the S and the L of every step."""
+    K = k - k.mean(-2, keepdim=True) if loop.keys == "centred" else k
+    _, H, N, D = K.shape
+    mu = 1 / (4 * K.abs().mean((-2, -1), keepdim=True))                 # Def. 1, with W = D
+    tau = LAMBDA * H * mu if loop.threshold == "released" else 1 / (mu * math.sqrt(max(N, D)))
+    S = L = Z = torch.zeros_like(K)
+    all_S, all_L = [], []
+    for step in range(n_iter):
+        if loop.order == "L first":
+            L = low_rank(loop.line_4, K - S + loop.sign * Z, K, v, mu, step)
+        S = shrink(K - L + Z, tau)
+        if loop.order == "S first":
+            L = low_rank(loop.line_4, K - S + loop.sign * Z, K, v, mu, step)
+        Z = Z + K - L - S
+        all_S.append(S)
+        all_L.append(L)
+    return all_S, all_L
+
+
+# --- corruptions and scores -----------------------------------------------------------------------
+
+def corrupt(images, kind, patch, model, labels):
+    """Corrupt patches of images (B, 3, S, S); return the images, and which patches, (B, P) bool.
+
+    "colours": each of six patches has one random colour of its own. "equal": all six patches of an
+    image contain the same noise. The other kinds: see robust/patches.py. All kinds except
+    "adversarial" change the same patches.
+    """
+    if kind not in ("colours", "equal"):
+        return corrupt_patches(images, kind, patch, model=model, labels=labels)
+    per_row = images.shape[-1] // patch
+    index = torch.arange(len(images))
+    hit = random_places(index, 6, per_row ** 2)
+    if kind == "colours":
+        numbers = uniform(index, 3 * per_row ** 2, 1, PATCH_VALUES)
+        new = F.interpolate(numbers.view(-1, 3, per_row, per_row), scale_factor=patch)
+    else:
+        numbers = uniform(index, 3 * patch ** 2, 1, PATCH_VALUES)
+        new = numbers.view(-1, 3, patch, patch).repeat(1, 1, per_row, per_row)
+    return torch.where(patches_to_pixels(hit, per_row, patch), new, images), hit
+
+
+def size(x):
+    """Return the size of each patch token of x (B, H, N, D): (B, N - 1)."""
+    return x.abs().sum((1, 3))[:, 1:]
+
+
+def mahalanobis(k):
+    """Return the squared Mahalanobis distance of each patch token, summed over heads: (B, N - 1)."""
+    X = k - k.mean(-2, keepdim=True)
+    C = X.mT @ X / X.shape[-2]
+    variance = C.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    C = C + RIDGE * variance * torch.eye(C.shape[-1])
+    distance = (X * torch.linalg.solve(C, X.mT).mT).sum(-1)                 # (B, H, N)
+    return distance.sum(1)[:, 1:]
+
+
+def total_variation(images, patch):
+    """Return the sum of absolute differences of neighbouring pixels in each patch: (B, P)."""
+    tiles = F.unfold(images, patch, stride=patch).mT                        # (B, P, 3 patch^2)
+    tiles = tiles.unflatten(2, (3, patch, patch))
+    return sum(tiles.diff(dim=dim).abs().sum((2, 3, 4)) for dim in (3, 4))
+
+
+def auc(score, hit):
+    """Return the AUC, a mean over images. score, hit: (B, P). A tie counts half."""
+    above = (score[:, :, None] > score[:, None]).float()
+    above += 0.5 * (score[:, :, None] == score[:, None])
+    pair = hit[:, :, None] & ~hit[:, None]
+    return ((above * pair).sum((1, 2)) / pair.sum((1, 2))).mean().item()
+
+
+def rank_correlation(a, b):
+    """Return Spearman's correlation over the patches of an image, a mean over images."""
+    a, b = (torch.from_numpy(scipy_stats().rankdata(x, axis=1)) for x in (a, b))
+    a, b = (x - x.mean(1, keepdim=True) for x in (a, b))
+    return F.cosine_similarity(a, b).mean().item()
+
+
+def areas(images, k, v, hit, patch):
+    """Return {score: AUC} of all loops after 1 and 4 steps, and of the controls."""
+    found = {}
+    for loop in (*LOOPS, RANDOM, CONSTANT):
+        S, _ = pursuit(loop, k, v)
+        for step in (1, 4):
+            found[f"{loop.name}, step {step}"] = auc(size(S[step - 1]), hit)
+    K = k - k.mean(-2, keepdim=True)
+    _, L = pursuit(ROBUST_PCA, k, v, 1)
+    scores = {"K - L, no threshold": size(K - L[0]), "Mahalanobis": mahalanobis(k),
+              "total variation": total_variation(images, patch), "size of the key": size(k)}
+    return found | {name: auc(score, hit) for name, score in scores.items()}
+
+
+def resized(k, hit, ratio):
+    """Multiply the keys of hit patches until their mean size is `ratio` times that of the rest."""
+    sizes = size(k)
+    of_hit = (sizes * hit).sum(1) / hit.sum(1)
+    of_rest = (sizes * ~hit).sum(1) / (~hit).sum(1)
+    factor = torch.where(hit, (ratio * of_rest / of_hit)[:, None], 1)
+    return k * F.pad(factor, (1, 0), value=1)[:, None, :, None]             # the class token stays
+
+
+def cosine(a, b):
+    """Return the cosine of a and b, each (B, H, N, D), a mean over images."""
+    return F.cosine_similarity(a.flatten(1), b.flatten(1)).mean().item()
+
+
+def relative(x, k):
+    """Return |x| / |k| (Euclidean norms of all entries of an image), a mean over images."""
+    return (x.flatten(1).norm(dim=1) / k.flatten(1).norm(dim=1)).mean().item()
+
+
+def over_steps(k, v):
+    """Compare S, L and the residual of PAP after the steps of LONG: {measure: number}."""
+    found = {}
+    for loop, name in (PAP, ""), (RANDOM, "random L: "), (CONSTANT, "constant random L: "):
+        parts = zip(*pursuit(loop, k, v, max(LONG)))
+        total = torch.zeros_like(k)                         # the sum of the residuals
+        for step, (S, L) in enumerate(parts, 1):
+            residual = k - S - L
+            total = total + residual
+            if step not in LONG:
+                continue
+            common_part = L.mean(-2, keepdim=True).expand_as(L)
+            numbers = {
+                "residual": relative(residual, k),
+                "mean residual": relative(total / step, k),
+                "cosine of S and K - L": cosine(S, k - L),
+                "cosine of S and K": cosine(S, k),
+                "share of L that all tokens have": relative(common_part, L) ** 2,
+                "share of S that is not 0": (S != 0).float().mean().item(),
+                "rank correlation of the sizes of S and K": rank_correlation(size(S), size(k)),
+            }
+            found |= {f"{name}{measure}, step {step}": x for measure, x in numbers.items()}
+    return found
+
+
+# --- measure --------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def keys_and_values(model, images):
+    """Return the keys and values of layer 0, (B, H, N, D) each."""
+    layer, x = layer_inputs(model, images)[0]
+    _, k, v = layer.project(x)
+    return k, v
+
+
+def measure(path, n, data_dir=None):
+    """Measure a network: a row with {measure: number}, rounded to four digits."""
+    model, checkpoint = probe.load_model(path)
+    trained = checkpoint["args"] | ({"data_dir": data_dir} if data_dir else {})
+    images, labels = probe.load_test_images(checkpoint | dict(args=trained), model.config, n)
+    patch = model.config.patch_size
+    k, v = keys_and_values(model, images)
+    values = {f"clean: {name}": x for name, x in over_steps(k[:64], v[:64]).items()}
+    for kind in KINDS:
+        x, hit = corrupt(images, kind, patch, model, labels)
+        k, v = keys_and_values(model, x)
+        values |= {f"{kind}: {name}": area for name, area in areas(x, k, v, hit, patch).items()}
+        sizes = size(k)
+        values[f"{kind}: size of the key, corrupted : intact"] = (
+            sizes[hit].mean() / sizes[~hit].mean()).item()
+        if kind == "noise":
+            S, _ = pursuit(PAP, k, v)
+            values["noise: rank correlation of the sizes of S and K, step 4"] = rank_correlation(
+                size(S[3]), sizes)
+            for ratio in RATIOS:
+                key = resized(k, hit, ratio)
+                values[f"noise: PAP, noisy keys resized to {ratio}"] = auc(
+                    size(pursuit(PAP, key, v)[0][3]), hit)
+                values[f"noise: robust PCA, noisy keys resized to {ratio}"] = auc(
+                    size(pursuit(ROBUST_PCA, key, v, 1)[0][0]), hit)
+    return dict(run=Path(path).name, data=trained["data"], attn=model.config.attn,
+                seed=trained["seed"], epochs=trained["epochs"], step=checkpoint["step"], images=n,
+                values={name: round(x, 4) for name, x in values.items()},
+                **common.origin(torch.device("cpu")))
+
+
+# --- planned contrasts ----------------------------------------------------------------------------
+
+NETWORKS = ("rpc", "symmetric", "softmax")              # on scenes, ten networks of each
+ROBUST_RAW = ROBUST_PCA._replace(keys="raw")            # robust PCA's loop, the mean key stays
+V_RAW = ROBUST_RAW._replace(line_4="values")
+REPAIRED = PAP._replace(line_4="spectrum")
+# {contrast: (score, score that is subtracted)}
+CONTRASTS = {
+    "line": (f"{REPAIRED.name}, step 4", f"{PAP.name}, step 4"),
+    "values": (f"{V_RAW._replace(line_4='keys').name}, step 1", f"{V_RAW.name}, step 1"),
+    "centring": (f"{V_RAW._replace(keys='centred').name}, step 1", f"{V_RAW.name}, step 1"),
+}
+SIZE = ("PAP, noisy keys resized to 1.4", "PAP, noisy keys resized to 0.6")
+TITLES = {
+    "line": "robust PCA's line in PAP's own loop, minus PAP",
+    "values": "attention to K minus attention to V, in robust PCA's loop",
+    "centring": "mean key subtracted or not: attention to V in robust PCA's loop",
+    "size": "PAP with noisy keys of size 1.4, minus size 0.6",
+}
+
+
+def group(rows, data, attn=None):
+    """Return the values of the networks of a group: {measure: [one value per network]}."""
+    own = [row for row in rows if row["data"] == data and attn in (None, row["attn"])]
+    own.sort(key=lambda row: (row["attn"], row["seed"]))
+    names = own[0]["values"] if own else ()
+    return {name: [row["values"][name] for row in own] for name in names}
+
+
+def gap(values, kind, first, second):
+    """Subtract a score's AUC from another's, network by network: a Difference."""
+    pairs = zip(values[f"{kind}: {first}"], values[f"{kind}: {second}"])
+    return paired_t([a - b for a, b in pairs])
+
+
+def planned(rows):
+    """Return the planned contrasts, noise: {(contrast, attn): (Difference, p after Holm)}."""
+    found = {}
+    for attn in NETWORKS:
+        values = group(rows, "shapes", attn)
+        for name, scores in CONTRASTS.items():
+            found[name, attn] = gap(values, "noise", *scores)
+    found["size", "rpc"] = gap(group(rows, "shapes", "rpc"), "noise", *SIZE)
+    p = holm({key: d.p for key, d in found.items()})
+    return {key: (d, p[key]) for key, d in found.items()}
+
+
+def closed(values, kind="noise"):
+    """Return the share of a gap that centring closes, in %: a Difference over networks.
+
+    The gap is shrinkage minus attention to V in robust PCA's loop, raw keys, one step. The share is
+    a ratio of means, with an interval by the delta method.
+    """
+    low, centred, high = (torch.tensor(values[f"{kind}: {loop.name}, step 1"]) for loop in (
+        V_RAW, V_RAW._replace(keys="centred"), ROBUST_RAW))
+    way, whole = centred - low, high - low
+    ratio = way.mean() / whole.mean()
+    return paired_t(100 * (ratio + (way - ratio * whole) / whole.mean()))
+
+
+def outcome(contrast, d, p, values):
+    """Return the outcome of a planned contrast, in the words of the plan."""
+    if not p < 0.05:
+        return "no difference found"
+    if contrast == "line":
+        short = gap(values, "noise", CONTRASTS["line"][0], f"{ROBUST_PCA.name}, step 4")
+        if d.mean < 0:
+            return "the line makes PAP worse"
+        return "the line repairs PAP" if short.low > -0.05 else "the line repairs PAP in part"
+    if contrast == "values":
+        area = paired_t([x - 0.5 for x in values[f"noise: {CONTRASTS['values'][0]}"]])
+        if d.mean < 0:
+            return "keys as values are worse than V"
+        return ("attention to K finds noise, attention to V does not" if area.low > 0 else
+                "K is better than V, but does not find noise")
+    if contrast == "centring":
+        share = closed(values)
+        if d.mean < 0:
+            return "centring makes it worse"
+        return ("centring closes most of the gap" if share.low > 50 else
+                "centring closes less than half of the gap" if share.high < 50 else
+                "centring closes about half of the gap")
+    return "S follows the size of the key" if d.mean > 0 else "S is smaller where keys are larger"
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+def mean_of(numbers, digits=2):
+    """Format the mean of numbers with its 95 % interval over networks."""
+    return show(paired_t(numbers), digits).replace("+", "")
+
+
+def contrast_table(rows):
+    """Format the planned contrasts: estimate, interval, p, power, outcome."""
+    body = []
+    for (contrast, attn), (d, p) in planned(rows).items():
+        values = group(rows, "shapes", attn)
+        power = f"{detectable(d.error, d.df, 10):.2f}"
+        body.append([TITLES[contrast], attn, d.n, show(d, 2, p < 0.05), show_p(p), power,
+                     outcome(contrast, d, p, values)])
+    return common.table(body, ["planned contrast, AUC for noise", "networks", "n", "difference",
+                               "p, Holm", "detectable", "outcome"])
+
+
+GROUPS = {"rpc": ("shapes", "rpc"), "symmetric": ("shapes", "symmetric"),
+          "softmax": ("shapes", "softmax"), "CIFAR-10": ("cifar10", None)}
+CONTROLS = ("K - L, no threshold", "Mahalanobis", "total variation", "size of the key",
+            f"{RANDOM.name}, step 4", f"{CONSTANT.name}, step 4")
+
+
+def area_table(rows, name, scores):
+    """Format AUCs of a group: one row per score, one column per corruption."""
+    values = group(rows, *GROUPS[name])
+    n = len(next(iter(values.values())))
+    body = []
+    for score in scores:
+        body.append([score, *(mean_of(values[f"{kind}: {score}"]) for kind in KINDS)])
+    return common.table(body, [f"AUC, {name}, {n} networks", *KINDS])
+
+
+def step_table(rows):
+    """Format what PAP's S, L and residual are after each step on clean images."""
+    names = [name for name in group(rows, *GROUPS["rpc"]) if name.startswith("clean: ")]
+    names += [f"noise: {score}" for score in (
+        "rank correlation of the sizes of S and K, step 4",
+        *(f"{loop}, noisy keys resized to {ratio}" for loop in ("PAP", "robust PCA")
+          for ratio in RATIOS))]
+    names += [f"{kind}: size of the key, corrupted : intact" for kind in KINDS]
+    body = []
+    for name in names:
+        cells = [mean_of(group(rows, *where)[name]) for where in GROUPS.values()]
+        body.append([name, *cells])
+    return common.table(body, ["mean (95 % interval)", *GROUPS])
+
+
+def share_table(rows):
+    """Format the share of the gap that centring closes: one row per group."""
+    body = []
+    for name, where in GROUPS.items():
+        values = group(rows, *where)
+        body.append([name, *(show(closed(values, kind)) for kind in KINDS)])
+    return common.table(body, ["share of the gap that centring closes, %", *KINDS])
+
+
+def tables(rows):
+    """Format every table of the study as Markdown."""
+    parts = [contrast_table(rows), share_table(rows), step_table(rows)]
+    scores = [f"{loop.name}, step {step}" for loop in LOOPS for step in (1, 4)]
+    for name in GROUPS:
+        parts += [area_table(rows, name, CONTROLS), area_table(rows, name, scores)]
+    return "\n\n".join(parts)
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
+    p.add_argument("--images", type=int, default=200, help="number of test images (default: 200)")
+    p.add_argument("--data_dir", help="folder of the data set (default: that of the training)")
+    p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
+    args = p.parse_args(argv)
+    for path in tqdm(args.ckpt, "networks", disable=None):
+        row = measure(path, args.images, args.data_dir)
+        if args.out:
+            common.append_row(args.out, row)
+        else:
+            print(common.table(row["values"].items(), [row["run"], ""]))
+    if not args.ckpt:
+        print(tables(common.read_log(ROWS)))
+
+
+if __name__ == "__main__":
+    common.run(main)
