@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, attention_flags, default_settings,
-                       key_statistics)
+                       eval_mode, key_statistics)
 from common import ONE_OR_MORE, SHARE, InputError, bar, print0
 from data.augment import augment_uint8, mix, soft_targets, to_float_and_erase
 from data.datasets import data_crc, load_batches, load_part
@@ -119,7 +119,7 @@ def make_table(chosen):
     first = dict(
         data=(chosen["data"], "data set; without this flag folder, your own images, if "
               "--data_dir is given, else shapes", sorted(RECIPES)),
-        resume=("", "continue the run in this folder; with --help: the flags for it"))
+        resume=("", "continue the run in this folder, which has fewer flags"))
     return first | table | attention_flags(attn)
 
 
@@ -172,18 +172,18 @@ def train_batches(data, args, start, stop, device, rank, world):
 @torch.no_grad()
 def evaluate(model, data, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
-    model.eval()
     n = len(data.labels)
     mine = torch.arange(n)[rank::world]                 # may be empty
     pairs = [(index, index) for index in mine.split(256) if len(index)]
     batches = load_batches(data, pairs, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
-    for images, labels, _ in bar(batches, "evaluating", total=len(pairs), leave=False):
-        logits = model(images.float() / 255).float()    # the model takes pixels in [0, 1]
-        top = logits.topk(min(5, logits.shape[1])).indices          # (b, 5)
-        correct = top == labels[:, None]                # at most one True per row
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        total += torch.stack([correct[:, 0].sum(), correct.sum(), loss])
+    with eval_mode(model):
+        for images, labels, _ in bar(batches, "evaluating", total=len(pairs), leave=False):
+            logits = model(images.float() / 255).float()    # the model takes pixels in [0, 1]
+            top = logits.topk(min(5, logits.shape[1])).indices      # (b, 5)
+            correct = top == labels[:, None]            # at most one True per row
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            total += torch.stack([correct[:, 0].sum(), correct.sum(), loss])
     if world > 1:
         dist.all_reduce(total)
     top1, top5, loss = total.tolist()
@@ -261,12 +261,11 @@ def adversarial(model, compiled, autocast, images, targets, position, args):
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         p.requires_grad_(False)
-    model.eval()
     images = images.clamp(0, 1)                         # erased pixels can lie outside
-    images = pgd(compute_logits, images, targets, args.adv_eps, steps=args.adv_steps,
-                 alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed,
-                 index=position, purpose=ADVERSARIAL)
-    model.train()
+    with eval_mode(model):
+        images = pgd(compute_logits, images, targets, args.adv_eps, steps=args.adv_steps,
+                     alpha=2.5 * args.adv_eps / args.adv_steps, seed=args.seed,
+                     index=position, purpose=ADVERSARIAL)
     for p in parameters:
         p.requires_grad_(True)
     return images
@@ -417,7 +416,6 @@ def main():
             # Mean |k| and the share of nonzero entries of S in each layer, on a few images of this
             # batch, show whether RPC acts.
             keys = key_statistics(evaluated, images[:32])
-            model.train()
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  "
                    f"loss {metrics['loss']:.3f}")
