@@ -248,6 +248,8 @@ def start_processes(device_name):
     if torch.cuda.is_available():
         best = "cuda"
     device = torch.device(device_name or best)
+    if device.type == "cuda" and best != "cuda":
+        raise InputError(f"--device {device_name}: PyTorch finds no GPU; choose cpu")
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.type == "cuda":
