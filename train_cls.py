@@ -280,12 +280,15 @@ def main():
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
-    # Data. On ImageNet, the validation images are also the test images.
+    # Data. On CIFAR-10 and ImageNet, the validation images are also the test images.
     train = load_part("train", args, device)
-    val = load_part("val", args, device)
+    val = load_part("val", args, device, train.classes)
     if not len(val.labels):
         print0("there is no validation image; evaluations use the training images")
         val = train
+    elif data_crc(val) == data_crc(train):
+        raise InputError(f"--data {args.data}: the parts train and val are equal; expected "
+                         "different images, so check what the data set does with `part`")
     n = len(train.labels)
     if args.batch_size % world or args.batch_size > n:
         raise InputError(f"--batch_size {args.batch_size}: expected at most {n}, the "

@@ -8,9 +8,9 @@ function here, an entry in DATASETS, and an entry in RECIPES of train_cls.py.
 
     name       images of a part
     shapes     rendered scenes: --num_images to train on, a fifth as many in val and test
-    cifar10    torchvision's CIFAR10 in --data_dir; val is a tenth of its training images
+    cifar10    torchvision's CIFAR10 in --data_dir; val and test: its test images
     imagenet   --data_dir/train/<class>/*; val and test: --data_dir/val/<class>/*
-    folder     your own images, --data_dir/<class>/*; their bytes decide their part
+    folder     your own photos, --data_dir/<class>/*; their bytes decide their part
 """
 
 import zlib
@@ -22,7 +22,7 @@ from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
 from common import InputError, bar, print0, send
-from data.images import Split, central_square, divide, part_of, read_image
+from data.images import Split, central_square, divide, read_image
 from data.rng import RANDOM_CROP, seed_from
 from data.shapes import load_shapes
 
@@ -39,19 +39,13 @@ def shapes(part, args, device, classes=None):
 
 
 def cifar10(part, args, device, classes=None):
-    """Load CIFAR-10. The bytes of a training image decide whether it is held out, for "val"."""
+    """Load CIFAR-10, which has no validation images: "val" are the test images, too."""
     if not args.download and not Path(args.data_dir, "cifar-10-batches-py").is_dir():
         raise InputError(f"{args.data_dir} contains no folder cifar-10-batches-py; "
                          "choose another --data_dir, or add --download to the training")
-    dataset = CIFAR10(args.data_dir, train=part != "test", download=args.download)
+    dataset = CIFAR10(args.data_dir, train=part == "train", download=args.download)
     images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
     labels = torch.tensor(dataset.targets)
-    if part != "test":
-        held_out = [part_of(image.tobytes()) == "val" for image in dataset.data]
-        held_out = torch.tensor(held_out)
-        kept = held_out if part == "val" else ~held_out
-        images = images[kept]
-        labels = labels[kept]
     return Split(images.to(device), labels.to(device), dataset.classes)
 
 
@@ -65,17 +59,14 @@ def imagenet(part, args, device, classes=None):
 def folder(part, args, device, classes=None):
     """Decode your own photos into memory, as squares, and print what was passed over."""
     parts, passed = divide(args.data_dir)
-    found = {path.parent.name for path in sum(parts.values(), [])}
+    photos = set().union(*parts.values())
+    found = {path.parent.name for path in photos}
     names = list(classes or sorted(found))
-    counts = ", ".join(f"{len(paths)} {name}" for name, paths in parts.items())
-    line = f"{args.data_dir}: {counts} images of {len(found)} classes"
-    for kind, paths in passed.items():
-        line += f"; passed over: {len(paths)} {kind}, the first: {paths[0]}"
     if part != "val":                                   # once per command
-        print0(line)
+        print_parts(part, parts, passed, args.data_dir)
     if len(names) < 2 or not found <= set(names):
         expected = ", ".join(names[:5]) if classes else "two or more"
-        raise InputError(f"{args.data_dir} has images of the classes "
+        raise InputError(f"{args.data_dir} has photos of the classes "
                          f"{sorted(found)[:5]}, expected {expected}, as in "
                          f"{args.data_dir}/<class>/*.jpg")
     # Memory for all files; unreadable ones leave room at the end.
@@ -95,11 +86,27 @@ def folder(part, args, device, classes=None):
         print0(f"{part}: {len(unreadable)} files are passed over: {unreadable[0]}")
     missing = [name for k, name in enumerate(names) if k not in labels]
     if missing:
-        print0(f"{part}: no image of {', '.join(missing[:5])}")
+        print0(f"{part}: no photo of {', '.join(missing[:5])}")
     if part != "val" and not labels:
-        raise InputError(f"{args.data_dir}: there is no {part} image")
+        raise InputError(f"the part {part} has no photo; add photos, for example to "
+                         f"{args.data_dir}/{part}/<class>/")
     labels = torch.tensor(labels, dtype=torch.long, device=device)
     return Split(images[:len(labels)].to(device), labels, names)
+
+
+def print_parts(part, parts, passed, data_dir):
+    """Print how many photos each part has, and what was passed over. part: the part to load."""
+    n = len(set().union(*parts.values()))
+    counts = ", ".join(f"{len(paths)} {name}" for name, paths in parts.items())
+    print0(f"{data_dir}: {counts} photos")
+    if part == "test":
+        print0(f"{len(parts[part])} of {n} photos: the part test. To test all of some new "
+               f"photos, move them into {data_dir}/test/<class>/")
+    for reason, paths in passed.items():
+        print0(f"passed over: {len(paths)} {reason}, the first: {paths[0]}")
+    if part == "train" and n < 50:
+        print0(f"{n} photos are few, so a part can be empty; make the folders train, val "
+               f"and test in {data_dir}")
 
 
 DATASETS = dict(shapes=shapes, cifar10=cifar10, imagenet=imagenet, folder=folder)
@@ -123,12 +130,12 @@ class ImageFiles(ImageFolder):
     the file. classes: all names in label order, of which the folder may contain some; None: the
     folder's. seed: None for an evaluation. Otherwise the crop is random; it depends on the seed and
     on position, the number of the sample in the whole run.
-    crop: the share of the short side in the evaluation's crop.
+    crop: the share of the short side in the evaluation's crop. flag: the flag that names the folder.
     """
 
-    def __init__(self, folder, args, classes=None, seed=None, crop=0.875):
+    def __init__(self, folder, args, classes=None, seed=None, crop=0.875, flag="data_dir"):
         if not Path(folder).is_dir():
-            raise InputError(f"there is no folder {folder}; --data_dir selects it")
+            raise InputError(f"there is no folder {folder}; --{flag} selects it")
         super().__init__(folder, loader=read_image)
         self.size = args.image_size
         self.num_workers = args.num_workers
@@ -142,7 +149,7 @@ class ImageFiles(ImageFolder):
         unknown = [name for name in found if name not in number]
         if unknown:
             raise InputError(f"{folder} has the folders {unknown[:5]}, which are no "
-                             f"classes of the network, such as {self.classes[:3]}")
+                             f"classes; expected some of {self.classes[:3]}, ...")
         self.labels = torch.tensor([number[found[k]] for k in self.targets])
 
     def __getitem__(self, key):
@@ -182,5 +189,5 @@ def data_crc(data):
     crc = zlib.crc32(data.labels.cpu().numpy())
     if isinstance(data, Split):
         return zlib.crc32(data.images.cpu().numpy(), crc)
-    names = "\n".join(Path(path).name for path, _ in data.samples)
-    return zlib.crc32(names.encode(), crc)
+    names = ["/".join(Path(path).parts[-3:]) for path, _ in data.samples]      # train/dog/1.JPEG
+    return zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape"), crc)

@@ -4,7 +4,6 @@ A data set is a `Split`, whose images are in memory, or a Dataset like `ImageFil
 whose files are decoded by the workers of a DataLoader.
 """
 
-import os
 import zlib
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from common import InputError
 
@@ -36,17 +35,29 @@ def constant(numbers, device):
 
 # --- files ----------------------------------------------------------------------------------------
 
+# {orientation of a camera: the axes to flip}. The orientations 5 to 8 are also transposed.
+FLIPS = {2: [2], 3: [1, 2], 4: [1], 6: [2], 7: [1, 2], 8: [1]}
+
+
 def read_image(path):
     """Read an image file, upright by its EXIF data: (3, H, W) uint8 RGB. Errors name the file."""
+    from torchvision.io import decode_image     # here, because robust/ and the attentions need none
     try:
-        image = ImageOps.exif_transpose(Image.open(path))
-        if image.mode.startswith(("I", "F")):   # 16 or 32 bits, which Pillow would clip to 255
+        image = Image.open(path)                # reads only the head of the file
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        if image.format in ("JPEG", "MPO"):     # torchvision decodes the same pixels, but faster
+            data = torch.from_numpy(np.fromfile(path, np.uint8))
+            pixels = decode_image(data, "RGB")
+        elif image.mode.startswith(("I", "F")):     # 16 or 32 bits; Pillow would clip them to 255
             raise ValueError("more than 8 bits per channel")
-        pixels = np.array(image.convert("RGB"))
-    except Exception as error:                  # Pillow raises many types
+        else:
+            pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Exception as error:                  # Pillow and torchvision raise many types
         reason = str(error) or type(error).__name__
         raise InputError(f"cannot read {path}: {reason}") from None
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.mT
+    return pixels.flip(FLIPS.get(orientation, [])).contiguous()
 
 
 def central_square(image, size, share=1.0, resample="bicubic"):
@@ -63,76 +74,93 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     return F.center_crop(image, [size, size])
 
 
-# --- your own images: their bytes decide their part -----------------------------------------------
+# --- your own photos: their bytes decide their part -----------------------------------------------
 
 def part_of(data):
     """Return the part of bytes: a tenth of all files is "test", a tenth is "val", the rest "train".
 
     The part depends on the bytes alone. So a new name, a new folder and other files change nothing,
-    and equal files are in one part.
+    and equal files are in one part. The bytes of a JPEG begin at its last scan, the marker ff da,
+    because programs write ratings into the head of a file.
     """
-    remainder = zlib.crc32(data) % 10
+    scan = max(data.rfind(b"\xff\xda"), 0)
+    remainder = zlib.crc32(data[scan:]) % 10
     return {0: "test", 1: "val"}.get(remainder, "train")
 
 
-def divide(root):
-    """Divide the files root/<class>/* into parts. Returns {part: [path]} and {reason: [path]}.
-
-    A folder root/train, root/val or root/test is this part as it is. A part without a folder gets
-    the files of `part_of`, from root/train or else from root. Of equal files, only the first one
-    counts. reason: why paths were passed over, such as "subfolders".
-    """
-    root = Path(root)
-    folders = {}                                # {part: its folder}
-    for part in PARTS:
-        folder = root / part
-        if folder.is_dir():
-            folders[part] = folder
-        elif os.path.lexists(folder):
-            raise InputError(f"{folder} is no folder that can be opened; remove or "
-                             "repair it")
-    own = set(folders)                          # parts with a folder
-    folders.setdefault("train", root)
-    parts = {part: [] for part in PARTS}
-    seen = {}                                   # {content: class of the file}
-    passed = {}                                 # {reason: paths}
-    for place in PARTS:                         # the test images first: they stay test images
-        for path, kind in list_classes(folders.get(place)):
-            data = path.read_bytes() if kind == "image" else b""
-            content = zlib.crc32(data), len(data)
-            if kind == "image" and content in seen:
-                same = seen[content] == path.parent.name
-                kind = "copies" if same else "copies of files of another class"
-            if kind != "image":
-                passed.setdefault(kind, []).append(path)
-                continue
-            seen[content] = path.parent.name
-            part = place
-            if place == "train" and part_of(data) not in own:
-                part = part_of(data)
-            parts[part].append(path)
-    return parts, passed
-
-
-def list_classes(folder):
-    """List what folder/<class>/ contains: [(path, kind)]. kind: "image", or why it is passed over.
-
-    Hidden files are left out, and so are the folders of parts, which are no classes.
-    """
-    found = []
-    if folder is None:
-        return found
+def entries(folder):
+    """List a folder, sorted, without hidden names. InputError for a link that leads nowhere."""
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}; --data_dir selects it")
-    for class_folder in sorted(folder.iterdir()):
-        if not class_folder.is_dir() or class_folder.name in PARTS:
-            continue
-        for path in sorted(class_folder.iterdir()):
-            kind = "image"
-            if path.is_dir():
-                kind = "subfolders"
-            elif not path.name.lower().endswith(ENDINGS):
-                kind = "files with other endings"
-            if not path.name.startswith("."):
-                found.append((path, kind))
+    found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    for path in found:
+        if not path.exists():
+            raise InputError(f"{path} is a link that leads nowhere; repair or remove it")
     return found
+
+
+def list_photos(folder):
+    """List folder/<class>/* without the folders of parts: [(path, reason)].
+
+    reason: why a path is passed over; "" for a photo.
+    """
+    found = []
+    for class_folder in entries(folder):
+        if class_folder.name in PARTS:
+            continue
+        if not class_folder.is_dir():
+            found.append((class_folder, "files outside a class folder"))
+            continue
+        for path in entries(class_folder):
+            reason = ""
+            if path.is_dir():
+                reason = "subfolders of a class"
+            elif not path.name.lower().endswith(ENDINGS):
+                reason = f"files that end in none of {' '.join(ENDINGS)}"
+            found.append((path, reason))
+    return found
+
+
+def divide(root):
+    """Divide photos into parts. Returns {part: [path]} and {reason: [paths that are passed over]}.
+
+    The folders root/train, root/val and root/test, each with class folders, are parts as they are.
+    Without test/, val/ is the test, too. Without val/, `part_of` takes "val" from the training
+    photos, which are in root/train or else in root; without test/ and val/, it takes both parts.
+    Equal files count once. A copy of a test photo is no training photo.
+    """
+    root = Path(root)
+    folders = {path.name: path for path in entries(root) if path.name in PARTS}
+    own = set(folders)                          # the parts with a folder
+    drawn = set() if "val" in own else {"val", "test"} - own        # by part_of
+    passed = {}
+    if "train" in own:
+        beside = [path for path in entries(root) if path.name not in PARTS]
+        if beside:
+            passed["files or folders beside train/"] = beside
+    folders.setdefault("train", root)
+
+    parts = {part: [] for part in PARTS}
+    seen = {}                                   # {content: (part, class)}
+    for place in PARTS:                         # the test photos first
+        photos = list_photos(folders[place]) if place in folders else []
+        for path, reason in photos:
+            data = b"" if reason else path.read_bytes()
+            content = zlib.crc32(data), len(data)
+            class_name = path.parent.name
+            if not reason and content in seen:
+                part, first_class = seen[content]
+                reason = f"copies of {part} photos"
+                if class_name != first_class:
+                    reason = "copies of photos of another class"
+            if reason:
+                passed.setdefault(reason, []).append(path)
+                continue
+            part = place
+            if place == "train" and part_of(data) in drawn:
+                part = part_of(data)
+            parts[part].append(path)
+            seen[content] = part, class_name
+    if "val" in own and "test" not in own:
+        parts["test"] = parts["val"]
+    return parts, passed
