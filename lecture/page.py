@@ -25,7 +25,7 @@ from pygments.lexers import get_lexer_by_name
 
 import common
 from data.shapes import SHAPES, load_shapes
-from vit import classifier_from_checkpoint
+from models import load_classifier
 
 ROOT = Path(__file__).parents[1]
 NETWORKS = ("softmax", "symmetric", "rpc")
@@ -150,7 +150,7 @@ def networks():
     """Return {name: 16-bit weights with their names and sizes} for network.js."""
     stored = {}
     for name in NETWORKS:
-        model = classifier_from_checkpoint(common.load(ROOT / f"weights/shapes_{name}.pt"))
+        model = load_classifier(common.load(ROOT / f"weights/shapes_{name}.pt"))
         weights = model.state_dict()
         sizes = [(key, w.numel()) for key, w in weights.items()]
         numbers = torch.cat([w.flatten() for w in weights.values()])

@@ -22,19 +22,20 @@ from PIL import Image
 
 import common
 import kpca
-from attention import FORMS, layer_inputs, robust_pca, rpc_attention, symmetric_attention
+from attention import FORMS, layer_inputs, rpc_attention, symmetric_attention
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
+from models import load_classifier
 from robust.attacks import pgd
 from robust.corruptions import corrupt
-from robust.patches import corrupt_patches
 from segmenter import evaluate, predict_classes, segmenter_from_checkpoint
 from studies import arms, kernel_pca, leak, line, perfect_s, probe
 from studies.colours import CONTROL, FAMILIES, FRAME, look
+from studies.patches import corrupt_patches
 from studies.published_scores import cka
+from studies.rpca_layer import robust_pca
 from studies.stats import paired_t
 from studies.where_is_s import auroc, first_layer, location, rank_correlation
-from vit import classifier_from_checkpoint
 
 WEIGHTS = Path(common.__file__).with_name("weights")
 PICTURES = ("idea vit projection ruler residual where attack equal_cost line "
@@ -59,7 +60,7 @@ ARGS = p.parse_args(None if __name__ == "__main__" else [])
 def network(attn):
     """Load the classifier with this attention from weights/, in eval mode."""
     checkpoint = common.load(WEIGHTS / f"shapes_{attn}.pt")
-    return classifier_from_checkpoint(checkpoint).requires_grad_(False)
+    return load_classifier(checkpoint).requires_grad_(False)
 
 
 def scenes(n):

@@ -33,8 +33,9 @@ from attention import (SelfAttention, layer_inputs, rpc_attention, soft_threshol
 from data.augment import augment_uint8, to_float_and_erase
 from data.rng import PATCH_PLACES, PATCH_VALUES, epoch_order, uniform
 from data.shapes import load_shapes
-from robust.patches import corrupt_patches, patches_to_pixels
+from robust.patches import patches_to_pixels
 from studies import probe
+from studies.patches import corrupt_patches
 from studies.stats import NONE, crossed, holm, show, show_p, spread, unpack_bits
 from vit import SIZES, ViT, ViTConfig
 

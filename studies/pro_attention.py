@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 import common
-import vit
 from common import InputError
 from data.shapes import load_shapes
+from models import load_classifier
 from robust import evaluate
 from robust.attacks import pgd
 from robust.autoattack import apgd
 from robust.corruptions import NAMES, corrupt
-from robust.patches import corrupt_patches
+from studies.patches import corrupt_patches
 from studies.robust_attentions import register
 from studies.stats import crossed, holm, show, show_p, unpack_bits
 
@@ -57,10 +57,10 @@ HIDDEN, TRUE = "pgd, released gradient", "pgd, true gradient"
 def with_pro_attention(checkpoint, variant, hide_gradient=False):
     """Rebuild a softmax network: the same weights, but a variant's attention in all layers."""
     if VARIANTS[variant] is None:
-        return vit.classifier_from_checkpoint(checkpoint)
+        return load_classifier(checkpoint)
     kind = register("pro", *VARIANTS[variant], f"hide_gradient={int(hide_gradient)}")
     config = {**checkpoint["model_config"], "attn": kind}
-    return vit.classifier_from_checkpoint({**checkpoint, "model_config": config})
+    return load_classifier({**checkpoint, "model_config": config})
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from data.datasets import load_part
 from data.rng import epoch_order
 from data.shapes import load_shapes
 from kpca import log_kernel
-from vit import classifier_from_checkpoint
+from models import load_classifier
 
 
 # --- attention heads ------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def parse_flags(doc, experiments, argv=None):
 def load_model(path):
     """Load (frozen model in eval mode, checkpoint) from a file or the last.pt of a run."""
     checkpoint = common.load(Path(path, "last.pt") if Path(path).is_dir() else path)
-    return classifier_from_checkpoint(checkpoint).requires_grad_(False), checkpoint
+    return load_classifier(checkpoint).requires_grad_(False), checkpoint
 
 
 def untrained(model, checkpoint):

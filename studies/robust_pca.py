@@ -6,9 +6,9 @@
     python -m studies.robust_pca --cost                           # time and memory, in turn
 
 PAP, the loop of RPC-Attention, replaces one line of robust PCA by attention. `--attn rpca` has the
-real line (attention.py). Each arm is a kind of network; the controls have parts of `rpca` only. The
-question, the arms and the meaning of each outcome were fixed in results/robust_pca/plan.md before
-the first row.
+real line (rpca_layer.py). Each arm is a kind of network; the controls have parts of `rpca` only.
+The question, the arms and the meaning of each outcome were fixed in results/robust_pca/plan.md
+before the first row.
 """
 
 import argparse
@@ -28,15 +28,16 @@ from torch import nn
 from tqdm import tqdm
 
 import common
-from attention import (ATTENTIONS, LAYER_PATTERNS, RPCA_SETTINGS, Attention, layer_inputs,
-                       robust_pca, rpc_attention, symmetric_attention)
+from attention import (ATTENTIONS, LAYER_PATTERNS, Attention, layer_inputs, rpc_attention,
+                       symmetric_attention)
 from data.shapes import load_shapes
 from robust.adaptive import layers_with_pap, with_pap, zero_slope
 from robust.attacks import pgd
 from robust.autoattack import square
 from robust.corruptions import NAMES, corrupt
-from robust.patches import corrupt_patches
 from studies import cost, line, probe
+from studies.patches import corrupt_patches
+from studies.rpca_layer import SETTINGS, robust_pca
 from studies.stats import (NONE, crossed, detectable, holm, interval, paired_t, show, show_p,
                            spread)
 from studies.where_is_s import auc, location
@@ -125,11 +126,11 @@ class LeftOutFirst(LeftOut):
         return super().forward(q, k, v, layer)
 
 
-ATTENTIONS["shrunk keys"] = Attention(False, attend_shrunk, RPCA_SETTINGS)
-ATTENTIONS["moved S"] = Attention(False, attend_moved, RPCA_SETTINGS)
+ATTENTIONS["shrunk keys"] = Attention(False, attend_shrunk, SETTINGS)
+ATTENTIONS["moved S"] = Attention(False, attend_moved, SETTINGS)
 ATTENTIONS["temperature"] = Attention(False, Temperature)
-ATTENTIONS["left out"] = Attention(False, LeftOut, RPCA_SETTINGS)
-ATTENTIONS["left out first"] = Attention(False, LeftOutFirst, RPCA_SETTINGS)
+ATTENTIONS["left out"] = Attention(False, LeftOut, SETTINGS)
+ATTENTIONS["left out first"] = Attention(False, LeftOutFirst, SETTINGS)
 for _name in ("shrunk keys", "moved S", "temperature"):
     LAYER_PATTERNS[_name] = (_name, "symmetric")
 LAYER_PATTERNS["left out"] = ("left out first", "left out")

@@ -12,8 +12,8 @@ higher score than another patch of its image, averaged over images; chance is 0.
 with scores of the same keys that need no trained S:
 
     |k|, distance       the length of the key; its distance from the mean key of the image
-    robust PCA          S of real robust PCA, attention.robust_pca. It differs from PAP in one line:
-                        it shrinks singular values where PAP attends to V
+    robust PCA          S of real robust PCA, of studies/rpca_layer.py. It differs from PAP in one
+                        line: it shrinks singular values where PAP attends to V
     residual of PCA     what the leading directions of the keys leave; "equal rank": as many
                         directions as L of robust PCA has after its first step
 
@@ -36,12 +36,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import common
-from attention import (layer_inputs, penalty, robust_pca, rpc_attention, shrink_singular_values,
-                       soft_threshold, symmetric_attention)
-from results import kind_of
+from attention import (default_settings, layer_inputs, penalty, rpc_attention, soft_threshold,
+                       symmetric_attention)
 from studies import probe
+from studies.patches import corrupt_patches
+from studies.rpca_layer import robust_pca, shrink_singular_values
 from studies.stats import holm, paired_t, scipy_stats, show, show_p, spread
-from robust.patches import corrupt_patches
 
 ROWS = Path(__file__).parent / "results/where_is_s/rows.jsonl"
 KINDS = ("noise", "black", "white", "gaussian", "pixels", "adversarial")
@@ -198,13 +198,28 @@ def examine(model, images, labels, kinds):
     return found
 
 
+def attention_of(config):
+    """Describe a network's attention in words, for example softmax or rpc 4iter/layer0."""
+    text = config.attn
+    if config.rpc_layers:
+        layers = "layer" + ",".join(map(str, config.rpc_layers))
+        if len(config.rpc_layers) == config.depth:
+            layers = "all-layer"
+        text += f" {config.pap['n_iter']}iter/{layers}"
+        usual = default_settings(config.attn)
+        for name, value in config.pap.items():
+            if name != "n_iter" and value != usual.get(name):
+                text += f", {name} {value}"
+    return text
+
+
 # --- the one line ---------------------------------------------------------------------------------
 
 def pursuit(k, v, low_rank, n_iter, centred):
     """Run the loop of robust PCA with another line 4; return S.
 
     low_rank(x, v, mu): line 4, which computes L. Order, threshold, mu and the sign of Z are those
-    of attention.robust_pca. centred: subtract the mean key first, as robust_pca does.
+    of robust_pca. centred: subtract the mean key first, as robust_pca does.
     """
     K = k - k.mean(-2, keepdim=True) if centred else k
     mu = penalty(K, mu_dim="head")
@@ -249,7 +264,7 @@ def one_line_row(path, args):
                     values[measure] = round(auc(location(S), hit).mean().item(), 5)
     hardware = common.origin(torch.device("cpu"))["hardware"]
     return dict(run=path, step=checkpoint["step"], images=args.images, kinds=PRIMARY_KINDS,
-                network=kind_of(model.config), seed=checkpoint["args"]["seed"], values=values,
+                network=attention_of(model.config), seed=checkpoint["args"]["seed"], values=values,
                 hardware=hardware)
 
 
@@ -265,8 +280,8 @@ def checkpoint_row(path, args):
         means[name] = round(x.double().mean().item(), 5)
     flags = checkpoint["args"]
     return dict(run=path, step=checkpoint["step"], epochs=flags.get("epochs"), images=args.images,
-                kinds=args.kinds, network=kind_of(model.config), seed=flags["seed"], values=means,
-                hardware=common.origin(torch.device("cpu"))["hardware"])
+                kinds=args.kinds, network=attention_of(model.config), seed=flags["seed"],
+                values=means, hardware=common.origin(torch.device("cpu"))["hardware"])
 
 
 def group_name(row):
@@ -404,7 +419,7 @@ def main(argv=None):
     p.add_argument("--ckpt", nargs="+", default=[],
                    help="run folders or checkpoints of train_cls.py, all with the same data set")
     p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="corruptions of "
-                   "robust/patches.py (default: all); adversarial takes the longest")
+                   "studies/patches.py (default: all); adversarial takes the longest")
     p.add_argument("--images", type=int, default=300,
                    help="number of test images (default: 300)")
     p.add_argument("--rows", type=Path, default=ROWS,

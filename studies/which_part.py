@@ -28,8 +28,9 @@ from tqdm import tqdm
 
 from attention import layer_inputs
 from data.rng import PATCH_VALUES, uniform
-from robust.patches import corrupt_patches, patches_to_pixels, random_places
+from robust.patches import patches_to_pixels, random_places
 from studies import probe
+from studies.patches import corrupt_patches
 from studies.stats import detectable, holm, paired_t, scipy_stats, show, show_p
 
 FOLDER = Path(__file__).parent / "results/which_part"
@@ -123,7 +124,7 @@ def corrupt(images, kind, patch, model, labels):
     """Corrupt patches of images (B, 3, S, S); return the images, and which patches, (B, P) bool.
 
     "colours": each of six patches has one random colour of its own. "equal": all six patches of an
-    image contain the same noise. The other kinds: see robust/patches.py. All kinds except
+    image contain the same noise. The other kinds: see studies/patches.py. All kinds except
     "adversarial" change the same patches.
     """
     if kind not in ("colours", "equal"):

@@ -254,34 +254,9 @@ def test_surrogates_share_weights_but_not_gradients(vit, net):
     assert adaptive.gradient_models(net[0], images) == []
 
 
-@pytest.fixture(scope="module")
-def rpca_vit():
-    """Return a ViT with robust PCA in both layers, images and its predictions."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpca", rpc_layers=(0, 1))).eval()
-        for p in model.requires_grad_(False).parameters():
-            p.mul_(4).add_(0.1 * torch.randn_like(p))
-    images = load_shapes("test", 20).images.float() / 255
-    return model, images, model(images).argmax(1)
-
-
-def test_rpca_has_its_own_surrogates(rpca_vit):
-    model, images, labels = rpca_vit
-    constant, no_s, _ = adaptive.gradient_models(model, images)
-    assert torch.equal(constant(images), model(images))
-    with every_pap(model, constant_s=True):
-        expected = gradient(model, images, labels)
-    assert torch.equal(gradient(constant, images, labels), expected)
-    assert not torch.allclose(expected, gradient(model, images, labels), rtol=0.1)
-    assert gradient(no_s, images, labels).isfinite().all()
-    (same,), _ = adaptive.all_surrogates(model, images)
-    assert same(images).shape == (20, 10)
-
-
 class HiddenGradient(torch.nn.Module):
-    """Pass x on without its gradient, unless S is a constant, as an RPCA layer may do."""
-    attn = "rpca"
+    """Pass x on without its gradient, unless a setting asks for it."""
+    attn = "hidden"
 
     def __init__(self):
         super().__init__()
@@ -290,12 +265,18 @@ class HiddenGradient(torch.nn.Module):
     def forward(self, x):
         if "trace" in self.pap:
             self.pap["trace"].append({})
-        if self.pap.get("constant_s"):
+        if self.pap.get("open"):
             return x
         return x.detach() + 0 * x
 
 
-def test_adaptive_attacks_follow_constant_s(net):
+@pytest.fixture
+def of_hidden(monkeypatch):
+    settings = adaptive.SurrogateSettings([dict(open=True)], [])
+    monkeypatch.setitem(adaptive.SURROGATES, "hidden", lambda steps: settings)
+
+
+def test_adaptive_attacks_follow_entries_of_surrogates(net, of_hidden):
     model, images, labels = net[0], net[1][:40], net[2][:40]
     hidden = torch.nn.Sequential(HiddenGradient(), model).eval()
     for plain, attack in ((pgd, adaptive_pgd), (apgd, adaptive_apgd)):
@@ -305,13 +286,9 @@ def test_adaptive_attacks_follow_constant_s(net):
         assert torch.equal(left, blind & seeing) and left.sum() < blind.sum() - 5
 
 
-def test_layers_of_two_kinds_have_surrogates_each(vit, rpca_vit):
-    images = vit[1][:2]
-
-    def both(x):
-        return vit[0](x) + rpca_vit[0](x)
-
-    assert len(adaptive.gradient_models(both, images)) == 5 + 3
+def test_layers_of_two_kinds_have_surrogates_each(vit, of_hidden):
+    both = torch.nn.Sequential(HiddenGradient(), vit[0]).eval()
+    assert len(adaptive.gradient_models(both, vit[1][:2])) == 1 + 5
 
 
 def test_adaptive_attacks_see_into_plain_functions(vit, net):

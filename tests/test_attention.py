@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import attention
-from attention import (ATTENTIONS, FORMS, Attention, SelfAttention, attend_rpca, every_pap,
-                       key_statistics, layer_inputs, naive_attention, naive_rpc, penalty, robust_pca,
-                       rpc_attention, rpca_attention, shrink_singular_values, softmax_attention,
-                       symmetric_attention)
-from kpca import pcp
+from attention import (ATTENTIONS, FORMS, Attention, SelfAttention, every_pap, key_statistics,
+                       layer_inputs, naive_attention, naive_rpc, penalty, rpc_attention,
+                       softmax_attention, symmetric_attention)
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
            "thr_over_mu_head": FORMS["paper"], "sign_plus": dict(dual_sign=1),
@@ -301,98 +299,6 @@ def test_wrong_settings_and_broadcasting_arguments_are_errors():
         layer("scaled_s", causal=True)
 
 
-# --- rpca: robust PCA in the layer ----------------------------------------------------------------
-
-def corrupted_keys():
-    """Return keys (1, 2, 12, 5) of two directions and a few large entries, and values."""
-    random = torch.Generator().manual_seed(0)
-    rows, columns, v = (torch.randn(1, 2, *shape, generator=random, dtype=torch.float64)
-                        for shape in ((12, 2), (2, 5), (12, 5)))
-    k = rows @ columns
-    k[..., 3, 1] += 4
-    return k, v
-
-
-@pytest.mark.parametrize("n_iter", (1, 4))
-def test_robust_pca_equals_principal_component_pursuit(n_iter):
-    k, _ = corrupted_keys()
-    steps = []
-    S = robust_pca(k, n_iter, trace=steps)
-    for head in range(2):
-        centred = k[0, head] - k[0, head].mean(0)
-        L, expected = pcp(centred, tol=0, max_iter=n_iter)
-        assert close(S[0, head], expected) and close(steps[-1]["L"][0, head], L)
-    assert len(steps) == n_iter and 0 < (S != 0).double().mean() < 1
-    assert close(robust_pca(k.float(), n_iter).double(), S, atol=1e-5)
-
-
-def test_singular_values_are_shrunk_as_by_an_svd():
-    X, tau = torch.randn(2, 3, 9, 5, dtype=torch.float64), torch.full((2, 3, 1, 1), 2.0).double()
-    U, s, Vt = torch.linalg.svd(X, full_matrices=False)
-    expected = (U * (s - 2).clamp_min(0)[..., None, :]) @ Vt
-    assert (s < 2).any() and (s > 2).any()
-    assert close(shrink_singular_values(X, tau), expected)
-
-
-def test_gradients_of_robust_pca_are_true():
-    k, v = (x.requires_grad_() for x in corrupted_keys())
-    assert torch.autograd.gradcheck(lambda k, v: rpca_attention(k, v, 3), (k, v))
-    basis, _ = torch.linalg.qr(torch.randn(8, 4, dtype=torch.float64))
-    X = (basis * torch.tensor([3.0, 3.0, 3.0, 1.0])).requires_grad_()   # three equal values
-    tau = torch.full((1, 1), 2.0, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(shrink_singular_values, (X, tau))
-    loss = shrink_singular_values(X, tau).square().sum()
-    first, = torch.autograd.grad(loss, X, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
-    zeros = torch.zeros(6, 3, requires_grad=True)
-    shrink_singular_values(zeros, torch.ones(1, 1)).sum().backward()
-    assert (zeros.grad == 0).all()
-    tiny = torch.zeros(6, 3, requires_grad=True)                    # the denominator underflows
-    shrink_singular_values(tiny, torch.full((1, 1), 1e-9)).sum().backward()
-    assert (tiny.grad == 0).all()
-
-
-def test_rpca_layer_trains_with_constant_s():
-    m, x = layer("rpca"), 3 * tokens()
-    q, k, v = m.project(x)
-    y = m.train().proj(attend_rpca(q, k, v, m).transpose(1, 2).flatten(2))
-    true = torch.autograd.grad(m.eval()(x).sum(), m.qkv.weight)[0]
-    with every_pap(m, constant_s=True):
-        constant = torch.autograd.grad(m(x).sum(), m.qkv.weight)[0]
-    assert close(torch.autograd.grad(y.sum(), m.qkv.weight)[0], constant)
-    assert not torch.allclose(true, constant)
-    assert len(m.trace(x)) == 4 and m.pap["lambd"] == 1.0
-
-
-def test_rpca_has_no_causal_or_padded_form():
-    with pytest.raises(ValueError, match="keys of all tokens"):
-        layer("rpca", causal=True)(tokens())
-    with pytest.raises(ValueError, match="keys of all tokens"):
-        rpca_attention(*corrupted_keys(), keep=torch.ones(1, 12, dtype=torch.bool))
-
-
-def test_autocast_does_not_change_robust_pca():
-    k, _ = corrupted_keys()
-    k = k.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        S = robust_pca(k)
-    assert torch.equal(S, robust_pca(k))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_does_not_change_robust_pcas_gradient(compiled):
-    """An attack in training computes its gradient inside autocast. torch.compile traces the
-    backward pass under the autocast of the forward pass."""
-    k, _ = corrupted_keys()
-    k = k.float().requires_grad_()
-    split = torch.compile(robust_pca, backend="aot_eager") if compiled else robust_pca
-    true, = torch.autograd.grad(robust_pca(k, n_iter=2).sum(), k)
-    with torch.autocast("cpu", torch.bfloat16):
-        gradient, = torch.autograd.grad(split(k, n_iter=2).sum(), k)
-    assert torch.equal(gradient, true)
-
-
 def test_rpc_needs_no_identity_of_keys_and_queries():
     """A layer may rotate its queries and keys, which makes two equal tensors of one."""
     class Copies(SelfAttention):
@@ -408,9 +314,3 @@ def test_rpc_needs_no_identity_of_keys_and_queries():
 def test_change_that_reaches_no_layer_is_an_error():
     with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
         pass
-
-
-def test_rpca_refuses_the_shrink_of_pap():
-    layer = SelfAttention(8, 2, "rpca")
-    with every_pap(layer, shrink=torch.mul), pytest.raises(ValueError, match="shrink"):
-        layer(torch.randn(1, 5, 8))

@@ -15,7 +15,7 @@ from attention import SelfAttention, layer_inputs, softmax_attention
 from data.datasets import load_part
 from data.images import image_hashes, read_image
 from data.shapes import SHAPES, load_shapes
-from robust.patches import corrupt_patches
+from robust.patches import noisy_patches
 from runs import refused
 from vit import ViT, ViTConfig
 
@@ -46,17 +46,12 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_unknown_kinds_of_patches_are_errors():
-    with pytest.raises(ValueError, match="kind is 'grey', expected noise, black"):
-        corrupt_patches(torch.zeros(1, 3, 8, 8), "grey", 4)
-
-
 def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):
     model, path = classifier
     result = run("--ckpt", path, "--scene", 3, "--out", tmp_path / "look.png")
     scene = load_shapes("test", 4)
     clean = scene.images[3:] / 255
-    noisy, hit = corrupt_patches(clean, "noise", 4)
+    noisy, hit = noisy_patches(clean, 4)
     assert hit.sum() == 6 and list(SHAPES)[scene.labels[3]] in result.splitlines()[0]
     for words, images, n in (("without noise", clean, 1), ("answer   ", noisy, 3)):
         top = model(images)[0].softmax(0).topk(n)

@@ -22,7 +22,7 @@ import kpca
 from attention import layer_inputs
 from data.shapes import load_shapes
 from processes import finish, run_in, start
-from robust.patches import corrupt_patches
+from robust.patches import noisy_patches
 from runs import refused
 from studies import arms
 from studies.stats import paired_t
@@ -165,7 +165,7 @@ def test_live_network_equals_attention_py():
 def test_live_robust_pca_equals_kpca():
     """S of one step agrees within 1e-5 of the largest number, on ten pictures, four damaged."""
     images = load_shapes("test", 10).images / 255
-    images[:4], _ = corrupt_patches(images[:4], "noise", patch=4)
+    images[:4], _ = noisy_patches(images[:4], patch=4)
     found = in_node(f"""
         return {json.dumps(images.flatten(1).tolist())}.map(image => {{
           const inside = [], pass = network.start("rpc", image, {{}}, inside, null);

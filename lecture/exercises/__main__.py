@@ -21,13 +21,14 @@ from tqdm import tqdm
 
 import common
 import kpca
-from attention import (FORMS, layer_inputs, penalty, robust_pca, rpc_attention, soft_threshold,
+from attention import (FORMS, layer_inputs, penalty, rpc_attention, soft_threshold,
                        softmax_attention)
 from data.shapes import load_shapes
+from models import load_classifier
 from robust.attacks import pgd
-from robust.patches import corrupt_patches
+from studies.patches import corrupt_patches
+from studies.rpca_layer import robust_pca
 from studies.where_is_s import auroc, first_layer, location
-from vit import classifier_from_checkpoint
 
 FOLDER = Path(__file__).parent
 TRIES, CLOSE = 20, 1e-7
@@ -147,7 +148,7 @@ def paired_interval(own, random):
 def shipped_network(attn="rpc"):
     """Load a network of weights/ in eval mode."""
     checkpoint = common.load(FOLDER.parents[1] / f"weights/shapes_{attn}.pt")
-    return classifier_from_checkpoint(checkpoint).requires_grad_(False)
+    return load_classifier(checkpoint).requires_grad_(False)
 
 
 def keys_and_values(images, attn="rpc"):

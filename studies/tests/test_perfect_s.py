@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from attention import SelfAttention, layer_inputs
-from robust.patches import corrupt_patches
 from studies import perfect_s
+from studies.patches import corrupt_patches
 from test_where_is_s import small
 
 RPC = dict(attn="rpc", rpc_layers=(0, 1), pap=dict(n_iter=3, lambd=1.0))

@@ -1,4 +1,4 @@
-"""Test robust/patches.py (corrupted patches) and studies/where_is_s.py (location of S)."""
+"""Test studies/patches.py (corrupted patches) and studies/where_is_s.py (location of S)."""
 
 import json
 from dataclasses import asdict
@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import (layer_inputs, penalty, robust_pca, soft_threshold,
-                       symmetric_attention)
+from attention import layer_inputs, penalty, soft_threshold, symmetric_attention
 from kpca import pcp
-from robust.patches import corrupt_patches
 from studies import where_is_s
+from studies.patches import corrupt_patches
+from studies.rpca_layer import robust_pca
 from vit import ViT, ViTConfig
 
 RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
