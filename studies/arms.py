@@ -8,9 +8,9 @@ r"""Compare networks over seeds: print the tables of a study, and train its netw
 
 A study compares arms. An arm is a set of networks that differ only in their seed; it is defined by
 its flags of train_cls.py, in which "{seed}" stands for the seed. --seeds trains the missing
-networks in --out_dir/<arm>_s<seed>, writes their measurements to
---out_dir/eval/<arm>_s<seed>/results.jsonl, and prints the tables. To continue an interrupted run,
-start the same command again. Flags that this command does not know are passed to train_cls.py.
+networks in --out_dir/<arm>_s<seed>, measures them, one folder per measure in
+--out_dir/eval/<arm>_s<seed>, and prints the tables. To continue an interrupted run, start the same
+command again. Flags that this command does not know are passed to train_cls.py.
 
 A pair is an arm and its baseline. The two networks of a pair have the same seed and ran on the same
 processor model. The plan.md of each study states the question and the meaning of each outcome. It
@@ -21,6 +21,7 @@ import argparse
 import math
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -29,7 +30,6 @@ from typing import NamedTuple
 
 import common
 from common import InputError
-from robust.corruptions import NAMES
 from studies.robust_attentions import USUAL as ROBUST
 from studies.stats import (compare, full_table, holm, judged, outcomes, paired, paired_t,
                            primary_table, read, scipy_stats, shared)
@@ -67,8 +67,7 @@ CHOSEN = {f"{form}-{lambd:g}-n{n}": rpc(form, lambd, n) for form, values in (
     ("released", (0.5, 1, 2, 4, 8, 16)), ("paper", (0.05, 0.1, 0.25, 0.5, 1)))
     for lambd in values for n in (2, 3, 4, 6)}
 PUBLISHED = {"symmetric": SYMMETRIC, "rpc4-l1": RPC}
-FINETUNE = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6,
-             warmup_epochs=0.15)
+FINETUNE = dict(init_from="out/robustness/symmetric_s{seed}", epochs=3, lr=2e-4, min_lr=1e-6)
 LINE_ARMS = {
     **{f"symmetric-e{n}": SYMMETRIC | dict(epochs=n) for n in (4, 6, 8, 12, 16)},
     "softmax-e8": dict(attn="softmax", epochs=8), "uniform-l0": AVERAGE | dict(epochs=8),
@@ -154,6 +153,7 @@ class Study(NamedTuple):
     primary: tuple = SCENES_PRIMARY
     limit: int = 1000                       # images per measure
     training: tuple = ()                    # flags of train_cls.py for all arms
+    epochs: int = 8                         # of arms that do not state theirs
     alias: dict = {}                        # {name of an arm in the rows: its name here}
 
 
@@ -171,7 +171,7 @@ STUDIES = {
                                           "rkde-huber"), range(3), ("rpc4-l1",))},
         ("robustness/cifar10.jsonl", "robust_attentions/cifar10.jsonl"),
         eps(1, 2), (*MEASURES, "fgsm", "adaptive_pgd"), CIFAR10_PRIMARY, 500,
-        ("--data", "cifar10", "--model", "nano", "--epochs", 12)),
+        ("--data", "cifar10", "--model", "nano", "--epochs", 12), epochs=12),
     "constants": Study(PUBLISHED | CHOSEN, {
         "confirmation": Comparison(against("symmetric", "rpc4-l1"), range(5, 13)),
         "pilot": Comparison(against("symmetric", "released-4-n2", "paper-0.1-n4"), range(5, 10)),
@@ -232,9 +232,11 @@ def call(*command):
         raise InputError(f"{command[0]} failed; run the same command again to continue")
 
 
-def into(folder):
-    """Return a trainer's flags that start a run in this folder, or continue the run in it."""
-    return ["--resume" if (folder / "last.pt").exists() else "--out_dir", folder]
+def into(folder, *flags):
+    """Return a trainer's flags: start a run with `flags` in this folder, or continue its run."""
+    if (folder / "last.pt").exists():
+        return ["--resume", folder]
+    return [*flags, "--out_dir", folder]
 
 
 def script(name, attn):
@@ -242,11 +244,15 @@ def script(name, attn):
     return ["-m", "studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
 
 
-def flags_of(arms, arm, seed):
-    """Return the flags of train_cls.py for an arm and a seed: {name: value}."""
+def flags_of(study, arm, seed):
+    """Return the flags of train_cls.py for an arm and a seed: {name: value}.
+
+    The learning rate rises during the first epoch, as in the stored networks.
+    """
     filled = {name: value.format(seed=seed) if isinstance(value, str) else value
-              for name, value in arms[arm].items()}
-    return filled | dict(seed=seed)
+              for name, value in study.arms[arm].items()}
+    epochs = filled.get("epochs") or study.epochs
+    return filled | dict(seed=seed, warmup=1 / epochs)
 
 
 def train_arm(folder, flags, more=()):
@@ -265,23 +271,20 @@ def train_arm(folder, flags, more=()):
                 raise InputError(f"{folder} was trained with {name} {trained.get(name)}, expected "
                                  f"{value}; choose another --out_dir")
     words = [part for name, value in flags.items() for part in (f"--{name}", value)]
-    call(*script("train_cls.py", flags["attn"]), *more, *words, *into(folder))
+    call(*script("train_cls.py", flags["attn"]), *into(folder, *more, *words))
 
 
-def flags_in_use(how, measures):
-    """Return the flags in `how` that the measures use; eval_robust.py rejects the others."""
-    unused = set()
-    if not {"corruptions", *NAMES} & set(measures):
-        unused.add("--severities")
-    if {"clean", "corruptions", *NAMES} >= set(measures):
-        unused.add("--eps")
-    kept = []
-    for word in how:
-        if str(word).startswith("--"):
-            used = word not in unused
-        if used:
-            kept.append(word)
-    return kept
+def measure_arm(folder, attn, measures, study, out_dir):
+    """Run the evaluations of a network that are missing; each has its own folder in out_dir."""
+    for name in measures:
+        done = out_dir / f"{name}_{study.limit}"
+        if done.exists():
+            continue
+        unfinished = out_dir / "unfinished"             # of an interrupted command
+        shutil.rmtree(unfinished, ignore_errors=True)
+        call(*script("eval_robust.py", attn), "--ckpt", folder, "--out_dir", unfinished,
+             "--limit", study.limit, *study.how, "--measures", name)
+        unfinished.rename(done)
 
 
 def train_and_measure(study, args, rest):
@@ -291,15 +294,14 @@ def train_and_measure(study, args, rest):
     """
     for seed in args.seeds:
         for arm in args.arms or study.arms:
-            folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study.arms, arm, seed)
+            folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study, arm, seed)
             train_arm(folder, flags, [*study.training, *rest])
             # Without RPC, an adaptive attack is the same as PGD.
             measures = [name for name in args.measures or study.measures
                         if flags["attn"] == "rpc" or not name.startswith("adaptive")]
-            call(*script("eval_robust.py", flags["attn"]), "--ckpt", folder, "--out_dir",
-                 args.out_dir / "eval" / folder.name, "--limit", study.limit,
-                 *flags_in_use(study.how, measures), "--measures", *measures)
-    return sorted(args.out_dir.glob("eval/*/results.jsonl"))
+            measure_arm(folder, flags["attn"], measures, study,
+                        args.out_dir / "eval" / folder.name)
+    return sorted(args.out_dir.glob("eval/*/*/results.jsonl"))
 
 
 # --- tables of the rows ---------------------------------------------------------------------------

@@ -325,8 +325,8 @@ def stage(folder, attn, seed, step):
     """
     at = folder / f"step_{step or TRAINING_STAGES[1]}.pt"
     if not at.exists():
-        call("train_cls.py", "--attn", attn, "--epochs", 8, "--seed", seed, "--max_steps",
-             step or TRAINING_STAGES[1], *into(folder))
+        flags = into(folder, "--attn", attn, "--epochs", 8, "--seed", seed)
+        call("train_cls.py", "--max_steps", step or TRAINING_STAGES[1], *flags)
         shutil.copy(folder / "last.pt", at)
     model, checkpoint = load_model(at)
     if checkpoint["step"] != (step or TRAINING_STAGES[1]):

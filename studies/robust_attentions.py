@@ -309,8 +309,6 @@ def main(argv=None):
     if script is None:
         return print(__doc__)
     sys.argv = argv[script:]
-    # runpy replaces __main__, but rows belong to the code of all modules, this one included.
-    sys.modules["studies.robust_attentions"] = sys.modules[__name__]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -181,11 +181,44 @@ def unpack_bits(text, n):
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=n).astype(float)
 
 
-def row_of(row):
-    """Turn a line of results.jsonl into a Row. No other function depends on its field names."""
-    name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
+def arm_of(name):
+    """Return the arm and the seed of a name <arm>_s<seed>; (None, None) for any other name."""
     arm, _, seed = name.rpartition("_s")
-    arm, seed = (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
+    return (arm, int(seed)) if arm and seed.isdecimal() else (None, None)
+
+
+def words_of(kind, setting, seed):
+    """Return the settings of a measurement in words. Two rows are comparable if these are equal."""
+    words = [kind]
+    for key in ("type", "severities", "steps", "conditions"):
+        value = setting.get(key, "")
+        if isinstance(value, list):                     # of a stored row
+            value = ",".join(map(str, value))
+        if value:
+            words.append(f"{key}={value}")
+    return " ".join([*words, f"seed={seed}"])
+
+
+def row_of(row):
+    """Turn a line of results.jsonl, of eval_robust.py or stored in studies/results, into a Row.
+
+    Only this function and `stored_row` depend on the names of the fields.
+    """
+    if "settings" in row:
+        return stored_row(row)
+    name = Path(row["network"]).name
+    kind, *pairs = row["measure"].split()
+    setting = dict(pair.split("=", 1) for pair in pairs)
+    eps = round(255 * common.fraction(row["eps"] or "0"), 6)
+    measure = f"{row['name']} {eps:g}/255" if eps else row["name"]
+    right = 100 * np.mean([[int(digit) for digit in text] for text in row["right"]], 0)
+    return Row(name, *arm_of(name), kind, measure, eps, words_of(kind, setting, row["seed"]),
+               row["images"], row["top1"], right, row["loss"], row["hardware"], deit=False)
+
+
+def stored_row(row):
+    """Turn a line that is stored in studies/results into a Row. Such lines have other fields."""
+    name, kind, setting = Path(row["checkpoint"]).name, row["name"], row["settings"]
     eps = round(255 * (setting.get("eps") or 0), 6)
     measure = setting["type"] if kind == "corruptions" else f"{kind} {eps:g}/255" if eps else kind
     right = row.get("right")
@@ -193,11 +226,8 @@ def row_of(row):
         several = right if isinstance(right, list) else [right]
         right = 100 * np.mean([unpack_bits(text, row["images"]) for text in several], 0)
     config = row["model_config"]
-    # Earlier versions also stored settings that were equal in all rows.
-    how = {k: setting[k] for k in ("type", "severities", "steps", "conditions") if k in setting}
-    return Row(name, arm, seed, kind, measure, eps, f"{kind} {how} seed={row['seed']}",
-               row["images"],
-               float(np.mean(row.get("top1", nan))), right, row.get("loss"),
+    return Row(name, *arm_of(name), kind, measure, eps, words_of(kind, setting, row["seed"]),
+               row["images"], float(np.mean(row.get("top1", nan))), right, row.get("loss"),
                row.get("hardware", ""), "embed_dim" in config and config.get("init") != "default")
 
 
@@ -209,7 +239,8 @@ def read(paths):
         if not path.is_file():
             raise InputError(f"--rows {path}: no such file; expected results.jsonl or its folder")
         for row in common.read_log(path):
-            rows += [row_of(row)] if "settings" in row else of_patches(row)
+            of_evaluator = "settings" in row or "measure" in row and "right" in row
+            rows += [row_of(row)] if of_evaluator else of_patches(row)
     return rows
 
 
