@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -242,6 +243,7 @@ def start_processes(device_name):
 
     device_name: the value of --device; "" chooses the best device that PyTorch finds.
     """
+    torch.backends.cudnn.allow_tf32 = False     # the default rounds the inputs of convolutions
     best = "cpu"
     if torch.backends.mps.is_available():
         best = "mps"
@@ -328,20 +330,12 @@ def default_workers():
 
 
 def use_bf16(wanted, device):
-    """Set the precision of float32 products, and return whether to compute in bf16 autocast.
-
-    wanted: the value of --amp, None by default. With bf16, the remaining products and convolutions
-    are in TF32, otherwise in plain float32.
-    """
-    amp = wanted
-    if amp is None:
-        amp = False
-        if device.type == "cuda":
-            amp = torch.cuda.is_bf16_supported(including_emulation=False)
-    precision = "high" if amp else "highest"
-    torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = amp
-    return amp
+    """Return whether to compute in bf16 autocast. wanted: the value of --amp, None by default."""
+    if wanted is not None:
+        return wanted
+    if device.type != "cuda":
+        return False
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def use_compile(wanted, device):
@@ -475,10 +469,16 @@ def processor():
 
 @contextmanager
 def replacing(path):
-    """Yield a temporary path, which replaces `path` at the end, so `path` is never half a file."""
-    tmp = Path(f"{path}.{os.getpid()}.tmp")
-    yield tmp
-    os.replace(tmp, path)
+    """Yield a temporary path, which replaces `path` at the end, so `path` is never half a file.
+
+    An error removes the temporary file, and after a kill the next call replaces it.
+    """
+    tmp = Path(f"{path}.tmp")
+    try:
+        yield tmp
+        os.replace(tmp, path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 def save(path, checkpoint):
@@ -525,6 +525,19 @@ def first_difference(error):
     The error's first line names the network, and each further line has one difference.
     """
     return str(error).splitlines()[1].strip()[:120]
+
+
+def largest_class(labels):
+    """Return the percentage of the largest class as text, or "" unless it is above 1.5 / classes.
+
+    An accuracy has this reference: a network that always answers the largest class reaches it.
+    labels: a list of class numbers.
+    """
+    counts = Counter(labels).values()
+    share = max(counts) / len(labels)
+    if share <= 1.5 / len(counts):
+        return ""
+    return f"largest class {100 * share:.2f}"
 
 
 def table(rows, header):

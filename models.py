@@ -31,14 +31,22 @@ def load_classifier(checkpoint):
     return model.eval()
 
 
+# The names of weights in a file, the preferred ones first: DeiT evaluates "model", and timm
+# evaluates "state_dict_ema", the moving average.
+WEIGHTS = ("model", "model_ema", "state_dict_ema", "state_dict")
+
+
 def load_timm(checkpoint):
     """Rebuild a ViT from weights with timm's names (DeiT, timm, rachtsy/KPCA_code), in eval mode.
 
-    checkpoint: a dict {name: tensor}, or a dict that contains one as "model" or "state_dict". The
+    checkpoint: a dict {name: tensor}, or a dict that contains one under a name in WEIGHTS. The
     released code also stores its flags as "args". No file stores three settings. So we assume that
     heads are 64 wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
-    weights = checkpoint.get("model", checkpoint.get("state_dict", checkpoint))
+    sets = [name for name in WEIGHTS if name in checkpoint]
+    weights = checkpoint[sets[0]] if sets else checkpoint
+    if len(sets) > 1:
+        print0(f"the file has several sets of weights, {', '.join(sets)}; {sets[0]} is taken")
     state = {}
     for name, weight in weights.items():
         name = re.sub(r"^(module\.)?(_orig_mod\.)?", "", name)

@@ -14,7 +14,7 @@ import torch
 
 from common import InputError, at_least_float32, print0
 from data.rng import APGD, SQUARE, uniform
-from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient,
+from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient, note_zero_gradient,
                             margin, noise_like, per_image, select_rows)
 
 
@@ -112,6 +112,7 @@ def climb(model, source, objective, s, steps):
     fooled = torch.zeros_like(s.labels, dtype=torch.bool)
     s.row = torch.arange(len(adv), device=adv.device)   # row i of s belongs to adv[s.row[i]]
     evaluate_point(s, model, source, objective)
+    note_zero_gradient(s.grad)
     s.fooled = s.fooled_now
     s.x_old = s.x
     s.adv = torch.where(column(s.fooled), s.x, s.adv)
