@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attention import SelfAttention, complete_attention, layer_pattern
+from attention import SelfAttention, complete_attention, eval_mode, layer_pattern
 from common import InputError, at_least_float32, check_task
 
 LM_SIZES = {
@@ -211,11 +211,9 @@ def depends_on_later_words(model):
     other = text.clone()
     other[:, half:] = (text[:, half:] + c.vocab_size // 2) % c.vocab_size
     device = model.embed.weight.device
-    was_training = model.training
-    model.eval()
-    hidden = model.hidden(text.to(device))[:, :half]
-    other_hidden = model.hidden(other.to(device))[:, :half]
-    model.train(was_training)
+    with eval_mode(model):
+        hidden = model.hidden(text.to(device))[:, :half]
+        other_hidden = model.hidden(other.to(device))[:, :half]
     difference = (hidden - other_hidden).abs().amax()
     return bool(difference > 1e-5 * hidden.abs().amax())
 

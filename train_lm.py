@@ -8,7 +8,11 @@
         --data_dir data/wikitext-103                      # the paper's run
     python train_lm.py --resume out/pydoc_rpc             # continue exactly where the run stopped
     python train_lm.py --sample out/pydoc_rpc --prompt "The function returns"
-    python train_lm.py --eval_only out/pydoc_rpc          # test on clean and attacked text
+    python train_lm.py --eval_only out/pydoc_rpc out/pydoc_symmetric    # clean and attacked text
+
+Add --help to one of these commands to list its flags and their defaults. --resume, --sample and
+--eval_only have few flags: the rest comes from the checkpoint. SETTINGS below are the flags of a
+training. To change a recipe, edit RECIPES.
 
 Paper: Teo & Nguyen 2024, section 4.2, Table 3, App. A.4. Recipe: the small standard transformer of
 `IDSIA/lmtool-fwp`. Differences from that code:
@@ -27,169 +31,138 @@ A resumed run is bit-identical on a CPU; docs/data.md describes GPUs and several
 
 import math
 import re
+import shlex
 import textwrap
 import time
 import zlib
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
 
-from attention import (ATTENTIONS, FORMS, LAYER_PATTERNS, default_settings,
-                       key_statistics)
-from common import (InputError, bar, nonnegative_float, nonnegative_int, positive_int,
-                    zero_to_one)
-from data.images import send
+from attention import (ATTENTIONS, LAYER_PATTERNS, attention_flags, default_settings,
+                       eval_mode, key_statistics)
+from common import ONE_OR_MORE, SHARE, InputError, bar, print0, send
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, SPLITS, UNK, Vocabulary, is_spaced, lines_to_score,
-                       load_corpus, perplexity, prepare_text, random_windows, seen_hashes,
-                       separate_words, sliding_nll)
+from data.text import (EOS, UNK, Vocabulary, load_corpus, perplexity, plain,
+                       pydoc_folder, random_windows, read_text, separate_words,
+                       sliding_nll)
+from data.words import WORD, word_swap
 from lm import LM, LM_SIZES, LMConfig, depends_on_later_words, lm_from_checkpoint
-from results import add_result
-from robust.words import WORD, word_swap
 
-# The recipe that --data selects; flags on the command line override it.
-RECIPES = {
+TASK = "language modelling"
+# name=(default, help) or (default, help, allowed values). Numbers are from 0 to inf by default.
+SETTINGS = dict(
+    # the model
+    model=("mini", "size of the transformer", tuple(LM_SIZES)),
+    context=(0, "tokens per window; 0: set by --model"),
+    attn=("rpc", "see below"),
+    rpc_layers=("0", "layers with RPC-Attention, from 0 on: 0 or 0,1,2 or 0-3 or all"),
+    mu_over=("seen", "compute PAP's mu for token t from tokens 0 to t (seen), from t "
+             "alone (token), or from the whole window like the paper (all); with all, "
+             "the model reads the future", ("seen", "token", "all")),
+    cutoffs=("", "adaptive softmax, whose clusters of words start at these ids, for "
+             "example 20000,40000,200000; without this flag the full softmax"),
+    dropout=(0.1, "dropout rate", SHARE),
+    # the training
+    steps=(2000, "length of the training and of its schedule", ONE_OR_MORE),
+    batch_size=(16, "windows per step of all processes", ONE_OR_MORE),
+    lr=(2e-3, "Adam's highest learning rate; there is no weight decay"),
+    warmup=(100, "steps of linear warm-up; half of --steps if --steps is not larger"),
+    clip=(0.25, "scale larger gradients down to this norm; 0: never"),
+    # the run
+    eval_every=(250, "evaluate and save after this many steps", ONE_OR_MORE),
+    words=(40, "words of the sample at each evaluation; 0: no sample"),
+    prompt=("", "begin the sample with this text"),
+) | common.RUNNING
+
+# Other defaults, and the flags that only one data set has.
+DATA_DIR = ("a text file; or a folder with train.txt, valid.txt and test.txt, or with "
+            "wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens")
+RECIPES = dict(
     # the documentation of this Python; 2 minutes on 2 CPU cores
-    "pydoc": dict(model="mini", steps=1000, batch_size=16, lr=2e-3, warmup=100,
-                  eval_every=200),
+    pydoc=dict(steps=1000, eval_every=200),
     # a small WikiText; 6 minutes on a CPU core; symmetric attention has a test perplexity of 217.0
     # (mean of 3 seeds; standard deviation 5.3)
-    "wikitext": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100,
-                     eval_every=250),
+    wikitext=dict(data_dir=("data/wikitext-2", DATA_DIR)),
     # the paper's run, which we did not repeat; the paper reports perplexity 38.37 (valid) and 36.36
     # (test) for symmetric attention; the two numbers are probably exchanged
-    "wikitext103": dict(model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000",
-                        steps=500_000, batch_size=96, lr=2.5e-4, warmup=2000,
-                        eval_every=4000),
+    wikitext103=dict(
+        data_dir=("data/wikitext-103", DATA_DIR),
+        model="paper", rpc_layers="0-3", cutoffs="20000,40000,200000", steps=500_000,
+        batch_size=96, lr=2.5e-4, warmup=2000, eval_every=4000),
     # your own text: the recipe of wikitext with symmetric attention
-    "folder": dict(model="mini", steps=2000, batch_size=16, lr=2e-3, warmup=100,
-                   eval_every=250, attn="symmetric"),
-}
-# Flags that act only in an evaluation, all flags that act in it, and all that act in sampling.
-ONLY_IN_EVALUATION = {"window", "stride", "limit"}
-IN_EVALUATION = ONLY_IN_EVALUATION | {
-    "eval_only", "data", "data_dir", "seed", "device", "out_dir"}
-IN_SAMPLING = {"sample", "words", "prompt", "seed", "device"}
-# The numbers of an evaluation, see evaluate_only.
-SCORES = ("segment", "sliding", "attacked", "attacked_unswapped", "clean_unswapped",
-          "unknown")
+    folder=dict(data_dir=("book.txt", DATA_DIR), attn="symmetric"),
+)
+# The flags of --eval_only and of --sample.
+EVALUATION = dict(
+    eval_only=([], "evaluate these checkpoints: files, or folders of runs"),
+    data_dir=("", "another text than in the training"),
+    window=(0, "tokens per window, at most the --context of the networks; 0: their "
+            "smallest --context"),
+    stride=(0, "tokens between windows; 0: a quarter of --window; the paper uses 1, "
+            "which takes longest"),
+    limit=(0, "evaluate on this many tokens of each text, 2 or more; 0: all"),
+    seed=common.RUNNING["seed"],
+    out_dir=("", "folder of the new results.jsonl; without this flag out/eval_<time>"),
+    device=common.RUNNING["device"],
+)
+SAMPLING = dict(
+    sample=("", "write with this checkpoint: a file, or the folder of a run"),
+    prompt=SETTINGS["prompt"],
+    words=(40, "number of words"),
+    seed=common.RUNNING["seed"],
+    device=common.RUNNING["device"],
+)
+
+
+def attentions():
+    """Return the values of --attn. scaled_s is left out, because its number of tokens is fixed."""
+    return sorted((ATTENTIONS | LAYER_PATTERNS).keys() - {"scaled_s"})
+
+
+def make_table(chosen):
+    """Return the table of flags for chosen flags, {name: value}, among them data and attn."""
+    table = common.with_recipe(SETTINGS, RECIPES[chosen["data"]])
+    attn = chosen["attn"] or table["attn"][0]
+    table["attn"] = (attn, "attention; rpc: RPC-Attention in --rpc_layers, symmetric "
+                     "elsewhere", attentions())
+    first = dict(
+        data=(chosen["data"], "data set; without this flag folder, your own text, if "
+              "--data_dir is given, else pydoc", sorted(RECIPES)),
+        resume=("", "continue the run in this folder; with --help: the flags for it"),
+        eval_only=("", "evaluate networks; with --help: the flags for it"),
+        sample=("", "write a text; with --help: the flags for it"))
+    return first | table | attention_flags(attn)
 
 
 def get_args():
-    """Parse the flags. Returns them, and the checkpoint of --resume or {}."""
-    p = common.new_parser(__doc__)
-    # flag(...) adds a flag to a group of --help.
-    flag = p.add_argument_group("data").add_argument
-    flag("--data", choices=RECIPES, help="data set; its recipe sets defaults of other "
-         "flags (default: folder, your own text, if --data_dir is given, else pydoc; "
-         "with --eval_only the data set of the training)")
-    flag("--data_dir", help="a text file, or a folder with wiki.train.tokens, "
-         "wiki.valid.tokens and wiki.test.tokens; docs/data.md shows all layouts")
-
-    flag = p.add_argument_group("model").add_argument
-    flag("--model", choices=LM_SIZES, help="size of the transformer")
-    flag("--context", type=positive_int,
-         help="tokens per window (default: set by --model)")
-    # Some values are layer patterns: one attention in --rpc_layers, another one elsewhere.
-    # scaled_s is left out, because it needs a fixed number of tokens; rpca, because robust PCA
-    # reads later tokens.
-    attentions = ATTENTIONS.keys() | LAYER_PATTERNS.keys()
-    common.attention_flags(flag, attentions - {"scaled_s", "rpca"}, FORMS)
-    flag("--mu_over", choices=["seen", "token", "all"], default="seen", help="compute "
-         "PAP's mu for token t from tokens 0 to t (seen), from token t alone (token), or "
-         "from the whole window like the paper (all); with all, the model reads the "
-         "future (default: seen)")
-    flag("--cutoffs", default="none", help="adaptive softmax, whose clusters of words "
-         "start at these ids, for example 20000,40000,200000 (default: none, the full "
-         "softmax)")
-    flag("--dropout", type=zero_to_one, default=0.1, help="dropout rate (default: 0.1)")
-
-    flag = p.add_argument_group("training").add_argument
-    flag("--steps", type=positive_int, help="length of the training and of its schedule")
-    flag("--batch_size", type=positive_int, help="windows per step of all processes")
-    flag("--lr", type=nonnegative_float,
-         help="Adam's highest learning rate; there is no weight decay")
-    flag("--warmup", type=nonnegative_int, help="steps of linear warm-up, fewer than "
-         "--steps (default: set by --data; half of --steps if --steps is not larger)")
-    flag("--clip", type=nonnegative_float, default=0.25,
-         help="scale larger gradients down to this norm; 0: never (default: 0.25)")
-
-    flag = p.add_argument_group("evaluation").add_argument
-    flag("--eval_only", metavar="CKPT", help="evaluate this checkpoint, a file or the "
-         "folder of a run, instead of training: perplexity of the clean text, and after "
-         "the word swap")
-    flag("--window", type=positive_int, help="tokens per window in the evaluation, at most "
-         "the training's --context, which is the default")
-    flag("--stride", type=positive_int, help="tokens between windows (default: a quarter of "
-         "--window; the paper uses 1, which takes longest)")
-    flag("--limit", type=positive_int,
-         help="evaluate on this many tokens (default: all)")
-
-    flag = p.add_argument_group("sampling").add_argument
-    flag("--sample", metavar="CKPT", help="load this checkpoint, a file or the folder of "
-         "a run, and continue --prompt instead of training")
-    flag("--words", type=nonnegative_int, default=40,
-         help="words per sample; 0: write no samples in training (default: 40)")
-    flag("--prompt", default="", help="begin the sample with this text")
-
-    flag = p.add_argument_group("running").add_argument
-    flag("--seed", type=common.seed, default=0,
-         help="seed of weights, windows and samples (default: 0)")
-    flag("--eval_every", type=positive_int, help="evaluate and save after this many steps")
-    flag("--out_dir", help="folder of the run (default: out/<data or text>_<attn>)")
-    common.running_flags(flag)
-
-    args, checkpoint = common.parse_flags(p, RECIPES, default="pydoc",
-                                          task="language modelling")
-    typed = common.typed_flags(p)
-    if args.sample:
-        common.reject_flags(typed - IN_SAMPLING, "with --sample")
-        return args, checkpoint
-    if args.eval_only:
-        common.reject_flags(typed - IN_EVALUATION, "with --eval_only")
-        if "data" not in typed:
-            args.data = None                    # evaluation_data takes the training's data
-        return args, checkpoint
-
-    common.reject_flags(typed & ONLY_IN_EVALUATION, "without --eval_only")
-    if args.data == "pydoc":
-        common.reject_flags(typed & {"data_dir"}, "with --data pydoc")
-    useless = common.useless_attention_flags(args.attn, LAYER_PATTERNS)
-    common.reject_flags(typed & useless, f"with --attn {args.attn}")
-    if args.mu_over == "all":                   # such a model cannot write samples
-        common.reject_flags(typed & {"words"}, "with --mu_over all")
-    common.set_missing(args, default_settings(args.attn))           # n_iter, lambd and form
+    """Parse the flags of a training. Returns them, and the checkpoint of --resume or {}."""
+    chosen = common.first_flags(data=RECIPES, data_dir=None, resume=None,
+                                attn=attentions())
+    if chosen.resume:
+        return common.parse_resumed(chosen.resume, TASK, make_table, __doc__)
+    chosen.data = chosen.data or ("folder" if chosen.data_dir else "pydoc")
+    args = common.parse(make_table(vars(chosen)), __doc__)
     args.context = args.context or LM_SIZES[args.model]["context"]
-    # A recipe's warm-up can be too long for your --steps.
-    if args.warmup >= args.steps and "warmup" not in typed:
-        args.warmup = args.steps // 2
-    if args.warmup >= args.steps:
-        raise InputError(f"--warmup {args.warmup}: expected fewer than --steps {args.steps}; "
-                         f"otherwise the whole run is warm-up")
-    if checkpoint:
-        common.reject_flags(typed & {"out_dir"}, "with --resume")
-        args.out_dir = args.resume
-        return args, checkpoint
-
     name = "text" if args.data == "folder" else args.data
     args.out_dir = args.out_dir or f"out/{name}_{args.attn}"
     common.check_new_run(args.out_dir)
-    return args, checkpoint
+    return args, {}
 
 
 def parse_cutoffs(text, vocab_size):
     """Turn the value of --cutoffs into a tuple. InputError unless the ids increase."""
-    if text == "none":
-        return ()
-    words = text.split(",")
+    words = text.split(",") if text else []
     if all(word.isdecimal() for word in words):
         ids = [0, *map(int, words), vocab_size]
         if all(low < high for low, high in pairwise(ids)):
             return tuple(ids[1:-1])
     raise InputError(f"--cutoffs {text}: expected increasing ids from 1 to "
-                     f"{vocab_size - 1}, such as 100,1000, or none")
+                     f"{vocab_size - 1}, such as 100,1000")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -208,21 +181,49 @@ def train_batches(tokens, args, start, stop, device, rank, world):
 
 # --- evaluation and samples -----------------------------------------------------------------------
 
-def evaluate(model, corpus, args, rank, world):
-    """Return dict(perplexity): the segment-wise perplexity of the valid text.
+def evaluate(model, tokens, args, rank, world):
+    """Return dict(perplexity): the segment-wise perplexity of a text.
 
     The text is cut into segments of --context tokens. Each token is predicted from the earlier
     tokens of its segment. The processes share the segments.
     """
-    nats = sliding_nll(model, corpus.valid, window=args.context, stride=args.context,
+    nats = sliding_nll(model, tokens, window=args.context, stride=args.context,
                        rank=rank, world=world, progress="evaluating")
     return dict(perplexity=perplexity(nats))
 
 
-def evaluate_only(args, rank, world, device):
-    """Print the perplexities of a checkpoint, and append them to results.jsonl as rows.
+def load_network(path, device):
+    """Return the language model of a checkpoint, its vocabulary (a text), and its flags."""
+    checkpoint = common.load(path)
+    model = lm_from_checkpoint(checkpoint).to(device)
+    return model, checkpoint["vocab"], checkpoint["args"]
 
-    The fields of a row:
+
+def load_texts(data_dir, vocab, word, args):
+    """Return {split: (clean, attacked, swapped)} for the valid and the test text.
+
+    clean, attacked: ids of the tokens, (n,), before and after the word swap, which inserts `word`.
+    swapped: (n - 1,) bool, the inserted words among the tokens with a loss, all but the first one.
+    """
+    texts = {}
+    stop = args.limit or None
+    for split, lines in read_text(data_dir, vocab, ("valid", "test")).items():
+        if not any(lines):
+            print0(f"{data_dir} has no {split} text")
+            continue
+        attacked, swapped = word_swap(lines, seed=args.seed, word=word)
+        clean = vocab.encode_lines(lines)[:stop]
+        attacked = vocab.encode_lines(attacked)[:stop]
+        texts[split] = (clean, attacked, torch.tensor(swapped[1:len(clean)]))
+    crc = [zlib.crc32(clean.tobytes()) for clean, _, _ in texts.values()]
+    common.check_equal(crc, "texts")
+    return texts
+
+
+def evaluate_only():
+    """Measure the perplexities of networks on the same texts, in one new file; print a table.
+
+    The text is the text of the training unless --data_dir is given. The numbers of a row:
     segment: the clean text, in windows that do not overlap.
     sliding: the clean text, in windows that overlap.
     attacked: the text after the word swap, in windows that overlap. The loss of the inserted words
@@ -231,89 +232,88 @@ def evaluate_only(args, rank, world, device):
     clean_unswapped: like sliding, without the loss of the words that the swap replaces. So the
         difference from attacked_unswapped is the effect of the swap on the other words.
     unknown: per cent of the tokens that are <unk>. The <eos> of each line is a token, too.
-    swapped: the number of replaced words. word: the word that replaces them.
     """
-    checkpoint = common.load(args.eval_only)
-    model = lm_from_checkpoint(checkpoint).to(device)
-    trained = checkpoint["args"]
-    vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-    data, data_dir = common.evaluation_data(args, trained, built_in="pydoc")
-    context = model.config.context
+    from results import print_tables            # here, because a training needs no tables
+
+    args = common.parse(EVALUATION, __doc__)
+    rank, world, device = common.start_processes(args.device)
+    common.use_bf16(False, device)              # sets plain float32, without TF32
+    networks = {}                               # {path: model}
+    vocabularies = set()
+    for path in args.eval_only:
+        networks[path], words, trained = load_network(path, device)
+        vocabularies.add(words)
+    if len(vocabularies) > 1:
+        raise InputError("the networks have different vocabularies, so you cannot compare "
+                         "their perplexities; evaluate them one by one")
+    context = min(model.config.context for model in networks.values())
     window = args.window or context
     stride = args.stride or max(window // 4, 1)
-    if window > context:
-        raise InputError(f"--window {window}: expected at most {context}, the --context "
-                         f"of the training")
-    # Insert the paper's word. If the vocabulary does not have this word, insert the rarest word,
-    # because <unk> would be too easy to predict.
-    word = WORD
-    if WORD not in vocab:
-        known = [entry for entry in vocab.words if entry != UNK]
-        word = known[-1]
-    table = []
-    texts = lines_to_score(data, data_dir, checkpoint["seen"], was_spaced(checkpoint))
-    for split, lines in texts.items():
-        began = time.perf_counter()
-        swapped_lines, swapped = word_swap(lines, seed=args.seed, word=word)    # one bool per token
-        tokens = vocab.encode_lines(lines)[:args.limit]
-        swapped_tokens = vocab.encode_lines(swapped_lines)[:args.limit]
-        swapped = torch.tensor(swapped[1:len(tokens)])          # the first token has no loss
+    if not stride <= window <= context:
+        raise InputError(f"--window {window} --stride {stride}: expected stride <= "
+                         f"window <= {context}, the --context of the training")
+    if args.limit == 1:
+        raise InputError("--limit 1: expected 2 or more tokens, because the first token "
+                         "is not predicted")
 
-        def token_losses(text, step, title):
-            return sliding_nll(model, text, window, step, rank=rank, world=world,
-                               progress=f"{split} {title}")
+    # The swap inserts the paper's word. If the vocabulary does not have this word, it inserts the
+    # rarest word, because <unk> would be too easy to predict.
+    vocab = Vocabulary(words.split("\n"))
+    known = [word for word in vocab.words if word != UNK]
+    word = WORD if WORD in vocab else known[-1]
+    data_dir = args.data_dir or trained.get("data_dir") or pydoc_folder()
+    texts = load_texts(data_dir, vocab, word, args)
 
-        sliding = token_losses(tokens, stride, "sliding")
-        attacked = token_losses(swapped_tokens, stride, "attacked")
-        if stride == window:
-            segments = sliding                                  # the windows do not overlap
-        else:
-            segments = token_losses(tokens, window, "segment-wise")
-        unknown = 0.0
-        if UNK in vocab:
-            unknown = 100 * float((tokens == vocab[UNK]).mean())
-        numbers = dict(segment=perplexity(segments), sliding=perplexity(sliding),
-                       attacked=perplexity(attacked),
-                       attacked_unswapped=perplexity(attacked, ~swapped),
+    folder = args.out_dir or f"out/eval_{time.strftime('%Y%m%d_%H%M%S')}"
+    path = Path(folder, "results.jsonl")
+    common.create_file(path)
+    print0(f"{data_dir} | {path}")
+    rows = []
+    for split, (clean, attacked, swapped) in texts.items():
+        for network, model in networks.items():
+            began = time.perf_counter()
+            nll = partial(sliding_nll, model, window=window, rank=rank, world=world,
+                          progress=f"{split}, {network}")
+            sliding = nll(clean, stride=stride)
+            moved = nll(attacked, stride=stride)
+            segments = sliding                  # without overlap if stride equals window
+            if stride < window:
+                segments = nll(clean, stride=window)
+            unknown = 100 * float((clean == vocab[UNK]).mean())
+            row = dict(network=network, data=str(data_dir), measure=split,
+                       window=window, stride=stride, seed=args.seed, word=word,
+                       tokens=len(clean), swapped=int(swapped.sum()),
+                       segment=perplexity(segments),
+                       sliding=perplexity(sliding),
+                       attacked=perplexity(moved),
+                       attacked_unswapped=perplexity(moved, ~swapped),
                        clean_unswapped=perplexity(sliding, ~swapped),
-                       unknown=round(unknown, 4))
-        # The field `images` of a row counts examples, here the tokens.
-        tokens_hash = f"{zlib.crc32(tokens.tobytes()):08x}"
-        add_result(args, model, checkpoint, began, fingerprint=tokens_hash, data=data,
-                   data_dir=data_dir, name="perplexity", images=len(tokens), **numbers, word=word,
-                   settings=dict(split=split, window=window, stride=stride),
-                   swapped=int(swapped.sum()))
-        cells = [f"{numbers[name]:.2f}" for name in SCORES]
-        table.append([split, len(tokens), *cells])
-    common.print0(common.table(table, ["text", "tokens", *SCORES]))
+                       unknown=round(unknown, 4),
+                       seconds=round(time.perf_counter() - began, 2))
+            rows.append(row)
+            common.append_row(path, row | common.origin(device))
+    if common.is_first():
+        print_tables(rows)
 
 
-def was_spaced(checkpoint):
-    """Return whether `separate_words` made the lines of the training.
-
-    If so, it must make the lines of an evaluation and of a prompt, too.
-    Checkpoints of an earlier version do not have the field `spaced`. Their text was a text file,
-    whose paragraphs `seen` names, or pydoc, or else token files.
-    """
-    if "spaced" in checkpoint:
-        return checkpoint["spaced"]
-    return bool(checkpoint["seen"]) or checkpoint["args"]["data"] == "pydoc"
+def sample_only():
+    """Write a text with a checkpoint."""
+    args = common.parse(SAMPLING, __doc__)
+    _, _, device = common.start_processes(args.device)
+    model, words, _ = load_network(args.sample, device)
+    print0(sample(model, Vocabulary(words.split("\n")), args, device))
 
 
-def sample(model, vocab, args, device, spaced):
-    """Return --prompt and the next --words words as prose. The same seed gives the same text.
-
-    spaced: whether `separate_words` made the lines of the training; then it makes the prompt, too.
-    """
-    lines = args.prompt.split("\n")
-    if spaced:
-        lines = [separate_words(line) for line in lines]
-    generator = torch.Generator(device).manual_seed(args.seed)
+def sample(model, vocab, args, device):
+    """Return --prompt and the next --words words as prose. The same seed gives the same text."""
     # The prompt begins with an <eos>, like each line of the training, and does not end with one.
+    lines = plain(args.prompt).split("\n")
+    lines = [separate_words(line, known=vocab) for line in lines]
     prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")
     prompt = torch.from_numpy(prompt)[None].to(device)
-    ids = model.eval().generate(prompt, args.words, generator=generator)[0, 1:]
-    model.train()
+    generator = torch.Generator(device).manual_seed(args.seed)
+    with eval_mode(model):
+        ids = model.generate(prompt, args.words, generator=generator)[0, 1:]
 
     # Turn tokens into prose: "in @-@ word" becomes in-word, and "1 @,@ 000" becomes 1,000.
     text = " ".join(vocab.words[i] for i in ids.tolist()).replace(EOS, "\n")
@@ -326,77 +326,70 @@ def sample(model, vocab, args, device, spaced):
 
 def learning_rate(step, args):
     """Return the rate: linear warm-up, which replaces the first part of a cosine to 0."""
-    if step < args.warmup:
-        lowest = args.lr / (args.warmup + 1)
-        return lowest + (args.lr - lowest) * step / args.warmup
+    warmup = args.warmup if args.warmup < args.steps else args.steps // 2
+    if step < warmup:
+        lowest = args.lr / (warmup + 1)
+        return lowest + (args.lr - lowest) * step / warmup
     return args.lr * (1 + math.cos(math.pi * (step / args.steps))) / 2
 
 
-def main():
+def train():
     args, checkpoint = get_args()
 
     # torchrun starts `world` processes, one per GPU. Each trains on its part of every batch; only
     # rank 0 prints and writes. Without torchrun, rank is 0 and world is 1.
     rank, world, device = common.start_processes(args.device)
-    if args.sample:
-        checkpoint = common.load(args.sample)
-        model = lm_from_checkpoint(checkpoint).to(device)
-        vocab = Vocabulary(checkpoint["vocab"].split("\n"))
-        common.print0(sample(model, vocab, args, device, was_spaced(checkpoint)))
-        return
-    if args.eval_only:
-        common.use_bf16(False, device)                  # sets plain float32, without TF32
-        return evaluate_only(args, rank, world, device)
     amp = common.use_bf16(args.amp, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=amp)
 
     # Data.
-    folder = prepare_text(args.data, args.data_dir)     # with wiki.*.tokens, written if needed
-    corpus = load_corpus(folder)
-    for split in SPLITS:                                # train, valid and test
-        count = len(getattr(corpus, split))
-        if count <= args.context:
-            raise InputError(f"--context {args.context}: the {split} text in "
-                             f"{args.data_dir or folder} has only {count} tokens")
-    common.print0(f"{folder}: {len(corpus.train):,} training, {len(corpus.valid):,} "
-                  f"valid, {len(corpus.test):,} test tokens, {len(corpus.vocab):,} words")
+    data_dir = pydoc_folder() if args.data == "pydoc" else args.data_dir
+    corpus = load_corpus(data_dir)
     vocab = corpus.vocab
-    common.check_batch_size(args.batch_size, world)                 # a multiple of world
+    words = "\n".join(vocab.words)
+    crc = zlib.crc32(words.encode() + corpus.train.tobytes() + corpus.valid.tobytes())
+    if len(corpus.train) <= args.context:
+        raise InputError(f"--context {args.context}: the training text in {data_dir} "
+                         f"has only {len(corpus.train)} tokens")
+    if args.batch_size % world:
+        raise InputError(f"--batch_size {args.batch_size}: expected a multiple of the "
+                         f"{world} processes")
+    print0(f"{data_dir}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
+           f"{len(corpus.test):,} test tokens, {len(vocab):,} words")
 
-    # Model. The flags describe the model, also with --resume.
+    # Model.
     size = LM_SIZES[args.model] | dict(context=args.context)
-    config = LMConfig(vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
-                      rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
-                      pap=dict(n_iter=args.n_iter, lambd=args.lambd, form=args.form,
-                               mu_over=args.mu_over),
-                      cutoffs=parse_cutoffs(args.cutoffs, len(vocab)))
+    pap = {name: getattr(args, name) for name in default_settings(args.attn)}
+    config = LMConfig(
+        vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
+        rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
+        pap=pap | dict(mu_over=args.mu_over),
+        cutoffs=parse_cutoffs(args.cutoffs, len(vocab)))
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
     # With --mu_over all, a model reads the future on purpose. Otherwise later words must be masked.
     if not config.reads_the_future and depends_on_later_words(model):
-        raise InputError(f"--attn {args.attn}: the output for a word depends on later words, "
-                         f"expected a causal attention; mask them in attention.py if causal is "
-                         f"true")
+        raise InputError(f"--attn {args.attn}: the output for a word depends on later "
+                         f"words, expected a causal attention; mask them in "
+                         f"attention.py if causal is true")
     # To freeze parameters, add a line here: model.embed.requires_grad_(False)
 
     # Optimiser.
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=args.lr, fused=device.type == "cuda")
 
-    # Resume. The data, the model and the batch size must be the same as before; other flags may
-    # change. Random numbers have no state: they depend on seed, step and place in the batch only.
-    tokens = corpus.train.tobytes() + corpus.valid.tobytes()
-    data_identity = dict(vocab="\n".join(vocab.words), train_tokens=len(corpus.train),
-                         fingerprint=zlib.crc32(tokens))
+    # Resume. Random numbers have no state: they depend on seed, step and place in the batch only.
+    first = 0
+    best = math.inf                             # the lowest valid perplexity
+    metrics = {}
     if checkpoint:
-        fixed = data_identity | asdict(config) | dict(batch_size=args.batch_size)
-        common.resume(checkpoint, fixed, model, optimizer)
-    first = checkpoint.get("step", 0)
-    metrics = checkpoint.get("metrics", {})     # printed at the end if the run is finished
-    best = common.best_evaluation(checkpoint, args.out_dir)
-    common.same_run(args, data_identity, first)
-    seen = seen_hashes(args.data_dir)                    # for evaluations: paragraphs to leave out
-    spaced = is_spaced(args.data_dir)
+        if checkpoint["data_crc"] != crc:
+            raise InputError(f"--resume: the text {data_dir} has changed")
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        first = checkpoint["step"]
+        best = checkpoint["best"]
+    common.check_same_run(args, first, crc)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has
     # the same weights, is evaluated and saved.
@@ -404,19 +397,25 @@ def main():
     if compiling and model.adaptive:            # the adaptive softmax has data-dependent shapes
         model.adaptive.nll = torch.compiler.disable(model.adaptive.nll)
     _, net = common.parallel(model, world, compiling)
+    log = common.start_log(args, first, model, device)
 
-    log = common.start_log(args, first, model, device, vocab_size=len(vocab),
-                           train_tokens=len(corpus.train))
+    def save(name, step):
+        """Write a checkpoint, with the present weights, into the folder of the run."""
+        state = dict(task=TASK, args=vars(args), step=step, metrics=metrics, best=best,
+                     model=model.state_dict(), optimizer=optimizer.state_dict(),
+                     model_config=asdict(config), vocab=words, data_crc=crc)
+        common.save(f"{args.out_dir}/{name}", state)
+
+    if rank == 0 and not args.resume:           # so --resume works before the first evaluation
+        save("last.pt", 0)
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
-    # stop equals first if the run is finished.
-    stop = max(first, min(args.steps, args.max_steps or args.steps))
+    stop = min(args.steps, args.max_steps or args.steps)
     batches = train_batches(corpus.train, args, first, stop, device, rank, world)
-    progress = bar(range(first, stop), "training", total=stop, initial=first,
-                   unit="step")
-    began = last_log = time.perf_counter()
+    since = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
-    for step in progress:
+    steps = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
+    for step in steps:
         lr = learning_rate(step, args)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -434,63 +433,63 @@ def main():
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        pending.append(dict(loss=loss.detach(), grad_norm=norm))    # stays on the device
+        pending.append(torch.stack([loss.detach(), norm]))          # stays on the device
 
-        # The step number decides when to evaluate, save and log, so all processes agree. Scheduled
-        # evaluations choose best.pt; the evaluation where --max_steps stops the run does not.
-        # Otherwise a run that was stopped and resumed could have another best.pt.
+        # Scheduled evaluations choose best.pt; the evaluation where --max_steps stops the run does
+        # not. Otherwise a run that was stopped and resumed could have another best.pt.
         done = step + 1
-        scheduled = done == args.steps or done % args.eval_every == 0
+        scheduled = done % args.eval_every == 0 or done == args.steps
         evaluating = scheduled or done == stop
-        logging = evaluating or done % common.LOG_EVERY == 0
 
-        # Log the means over the steps since the last row. This ends the run if a loss or gradient
-        # norm is not finite.
-        if logging:
-            step_tokens = args.batch_size * args.context
-            common.log_steps(log, done, pending, since=last_log, per_step=step_tokens,
-                             unit="tokens", lr=lr)
+        # Log the means over the steps since the last row.
+        if evaluating or done % common.LOG_EVERY == 0:
+            tokens = args.batch_size * args.context * len(pending)
+            speed = tokens / (time.perf_counter() - since)
+            mean_loss, mean_norm = common.mean_over_processes(pending)
+            if not math.isfinite(mean_loss + mean_norm):
+                raise InputError(f"not finite by step {done}: loss {mean_loss:.4g}, "
+                                 f"norm {mean_norm:.4g}; try a smaller --lr or --clip")
+            common.append_row(log, dict(step=done, loss=mean_loss, grad_norm=mean_norm,
+                                        tokens_per_s=speed, lr=lr))
+            print0(f"step {done:6d}  loss {mean_loss:.4f}  {speed:.0f} tokens/s")
+            pending = []
+            since = time.perf_counter()
 
-        # Evaluate, and write a sample in the first process.
+        # Evaluate, write a sample, and save. A resumed run repeats what came after the last save.
         if evaluating:
             with autocast:
-                metrics = evaluate(model, corpus, args, rank, world)
+                metrics = evaluate(model, corpus.valid, args, rank, world)
+            found = metrics["perplexity"]
             text = ""
-            writes = args.words and not config.reads_the_future     # such a model cannot write
-            if writes and rank == 0:
-                text = sample(model, vocab, args, device, spaced)
+            if args.words and rank == 0 and not config.reads_the_future:
+                text = sample(model, vocab, args, device)
             # Mean |k| and the share of nonzero entries of S in each layer, on a few windows of this
             # batch, show whether RPC acts.
             keys = key_statistics(model, windows[:8, :-1], forward=model.hidden)
             common.append_row(log, dict(step=done, eval=metrics, sample=text, **keys))
-            common.print0(f"step {done:6d}  valid perplexity "
-                          f"{metrics['perplexity']:.2f}  {textwrap.shorten(text, 80)}")
-
-        # Save. A resumed run repeats what came after the last save.
-        if evaluating and rank == 0:
-            better = False
-            if scheduled:
-                better = metrics["perplexity"] < best.get("perplexity", math.inf)
+            print0(f"step {done:6d}  valid perplexity {found:.2f}  "
+                   f"{textwrap.shorten(text, 80)}")
+            better = scheduled and found < best
             if better:
-                best = dict(step=done, **metrics)
-            state = dict(task="language modelling", args=vars(args), step=done,
-                         model=model.state_dict(), optimizer=optimizer.state_dict(),
-                         model_config=asdict(config), metrics=metrics, best=best,
-                         **data_identity, seen=seen, spaced=spaced)
-            if better:
-                common.save(f"{args.out_dir}/best.pt", state)
-            common.save(f"{args.out_dir}/last.pt", state)
-        if logging:                             # the speed excludes evaluation and saving
-            last_log = time.perf_counter()
-            pending = []
+                best = found
+            # best.pt comes first: a run that is killed between the two repeats this evaluation.
+            if rank == 0 and better:
+                save("best.pt", done)
+            if rank == 0:
+                save("last.pt", done)
+            since = time.perf_counter()                 # the speed excludes evaluation and saving
 
-    minutes = (time.perf_counter() - began) / 60
-    common.print0(f"{args.data} {args.attn}: valid perplexity "
-                  f"{metrics['perplexity']:.2f} (segment-wise), {minutes:.1f} minutes")
-    if best:                                                        # in the first process
-        common.print0(f"best.pt: step {best['step']}, lowest perplexity "
-                      f"{best['perplexity']:.2f}")
-    common.print0(f"next: python train_lm.py --eval_only {args.out_dir}")
+    print0(f"next: python train_lm.py --eval_only {shlex.quote(args.out_dir)}")
+
+
+def main():
+    chosen = common.first_flags(eval_only=None, sample=None)
+    if chosen.eval_only:
+        evaluate_only()
+    elif chosen.sample:
+        sample_only()
+    else:
+        train()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Texts for the language model: WikiText folders, ids, training windows, sliding evaluation.
+"""Texts for the language model: words, ids, training windows, sliding evaluation.
 
-A folder contains wiki.{train,valid,test}.tokens: words, separated by spaces. An <eos> follows every
-line, also a blank line (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). Your own text and Python's
-documentation become such files in out/cache.
+A text has three parts: train, valid and test. A path names one of these layouts:
+
+    folder with wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens    WikiText: words as they are
+    folder with train.txt, valid.txt, test.txt                            prose
+    one file of prose                       the words of a paragraph decide in which part it is
+
+An <eos> follows every line, also a blank line (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A
+paragraph of prose becomes one line.
 
     corpus = load_corpus("data/wikitext-103")
     x = random_windows(corpus.train, step=0, batch_size=96, context=256, seed=0)
@@ -18,20 +23,29 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from attention import eval_mode
 from common import InputError, bar, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
+# The parts of a single file: the CRC-32 of a paragraph modulo 20 is an index.
+PARTS = ("test", "valid") + 18 * ("train",)
 EOS = "<eos>"
 UNK = "<unk>"
-MIN_COUNT = 3                                   # rarer words of the training text become <unk>
-LINE_WORDS = 8                                  # shorter lines may be equal by chance
+MIN_COUNT = 3                                   # rarer words of prose become <unk>
+# Combining marks, such as the vowel signs of Hindi, belong to words, but \w does not match them. The
+# same holds for U+200C and U+200D, which separate or join letters. Marks above U+FFFF, of rare
+# scripts, are left out, because re takes ten times as long with them.
+MARKS = "\u200c\u200d" + "".join(
+    letter for letter in map(chr, range(0x300, 0x10000)) if category(letter)[0] == "M")
+# A word, which may contain apostrophes; or a punctuation mark.
+TOKEN = re.compile(rf"[\w{MARKS}]+(?:'[\w{MARKS}]+)*|[^\w\s][{MARKS}]*")
 # folders of Python's library whose docstrings are not part of the text "pydoc"
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages",
              "dist-packages"}
@@ -40,16 +54,15 @@ NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages",
 # --- words to ids ---------------------------------------------------------------------------------
 
 class Vocabulary(dict):
-    """Map a word to its id, the index in `words`. Unknown words get the id of <unk>."""
+    """Map a word to its id, the index in `words`. Every vocabulary has <unk>, for unknown words."""
 
     def __init__(self, words):
         self.words = list(words)
+        if UNK not in self.words:
+            self.words.append(UNK)
         super().__init__({word: i for i, word in enumerate(self.words)})
 
     def __missing__(self, word):
-        if UNK not in self:
-            raise InputError(f"the word {word!r} is not in the vocabulary; use its words, or "
-                             f"train on a text that contains {UNK}")
         return self[UNK]
 
     def encode_lines(self, lines):
@@ -65,19 +78,6 @@ class Corpus(NamedTuple):
     vocab: Vocabulary
 
 
-def token_file(folder, split):
-    return Path(folder, f"wiki.{split}.tokens")
-
-
-def read_lines(path):
-    """Read the lines of a UTF-8 file in Unicode's composed form, a list; only "\\n" ends a line."""
-    with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
-        try:
-            return [normalize("NFC", line.removesuffix("\n")) for line in f]
-        except UnicodeDecodeError as error:                         # does not name the file
-            raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
-
-
 def count_words(lines):
     """Count how often each word occurs in the lines, a Counter."""
     counts = Counter()
@@ -86,163 +86,117 @@ def count_words(lines):
     return counts
 
 
-def load_corpus(folder):
-    """Load the texts of a folder. Ids: <eos>, then the words of the training by falling count."""
-    train, valid, test = [read_lines(token_file(folder, split)) for split in SPLITS]
-    counts = count_words(train)
+def load_corpus(path):
+    """Load a text to train on. Ids: <eos>, then the words of the training by falling count."""
+    texts = read_text(path)
+    for split in ("train", "valid"):
+        if not any(texts[split]):
+            raise InputError(f"{path} has no {split} text; expected more paragraphs "
+                             f"(blank lines or \\n separate them), or a folder with "
+                             f"train.txt, valid.txt and test.txt")
+    if not token_file(path, "train").exists():
+        texts = mark_rare_words(texts)
+    counts = count_words(texts["train"])
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
     # Words with equal counts keep the order of the text.
     words = sorted(counts, key=counts.get, reverse=True)
     vocab = Vocabulary([EOS, *words])
-    return Corpus(vocab.encode_lines(train), vocab.encode_lines(valid),
-                  vocab.encode_lines(test), vocab)
+    return Corpus(*[vocab.encode_lines(texts[split]) for split in SPLITS], vocab)
 
 
-# --- other texts, written as token files ----------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
-def is_text_file(data_dir):
-    """Return whether --data_dir was given and is no folder."""
-    return bool(data_dir) and not Path(data_dir).is_dir()
+def token_file(folder, split):
+    return Path(folder, f"wiki.{split}.tokens")
 
 
-def is_spaced(data_dir):
-    """Return whether `separate_words` makes the lines of a text. Token files stay as they are.
+def read_lines(path):
+    """Read the lines of a UTF-8 file in Unicode's composed form, a list; only "\\n" ends a line.
 
-    data_dir: a text file, None for pydoc, or a folder of token files.
+    Some programs write <eos> at the end of each line. It is removed, because encode_lines adds it.
     """
-    return not data_dir or is_text_file(data_dir)
-
-
-def prepare_text(data, data_dir):
-    """Return the folder of token files for --data and --data_dir.
-
-    A text file and the text pydoc are first converted to token files in out/cache.
-    """
-    if is_text_file(data_dir):                  # convert it each time: it may have changed
-        path = Path(data_dir).resolve()
-        folder = Path("out", "cache", f"{path.stem}_{zlib.crc32(os.fsencode(path)):08x}")
-        parts = {}
-        for split, paragraphs in split_text(data_dir).items():
-            parts[split] = [separate_words(paragraph) for paragraph in paragraphs]
-        write_tokens(folder, parts)
-        return folder
-    if data_dir:
-        return Path(data_dir)
-    if data == "pydoc":
-        return pydoc_folder("out/cache")
-    raise InputError(f"--data {data} needs --data_dir")
-
-
-def separate_words(text):
-    """Put one space between the words and punctuation marks of a text."""
-    return " ".join(re.findall(r"\w+(?:'\w+)*|[^\w\s]", normalize("NFC", text)))
-
-
-def token_line(line, counts):
-    """Return a line of a token file, in which rare words become <unk>. counts: of the training."""
-    words = [word if counts[word] >= MIN_COUNT else UNK for word in line.split()]
-    return " ".join(["", *words, "\n"])                # as in WikiText: spaces at both ends
-
-
-def write_tokens(folder, parts):
-    """Write parts, {split: lines}, as wiki.*.tokens. Words that are rare in train become <unk>.
-
-    valid and test may need <unk>, which is in the vocabulary only if it is in train. So if no word
-    of train is rare, train gets another line, which contains <unk> only.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    counts = count_words(parts["train"])
-    for split in SPLITS:
-        lines = [token_line(line, counts) for line in parts[split]]
-        if split == "train" and min(counts.values()) >= MIN_COUNT:
-            lines.append(token_line(UNK, counts))
-        with replacing(token_file(folder, split)) as tmp:
-            tmp.write_bytes("".join(lines).encode())
+    with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
+        try:
+            lines = [normalize("NFC", line) for line in f]
+        except UnicodeDecodeError as error:                         # does not name the file
+            raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
+    return [line.rstrip().removesuffix(EOS) for line in lines]
 
 
 def read_paragraphs(path):
-    """Read the paragraphs of a text file that contain a word, a list.
+    """Read the paragraphs of prose, a list of texts without line breaks.
 
-    Blank lines separate paragraphs. If there are fewer than 20, every line is a paragraph.
+    Blank lines separate paragraphs. In a file without blank lines, each line is a paragraph.
     """
-    text = "\n".join(read_lines(path))
-    paragraphs = split_at(r"\n\s*\n", text)
-    if len(paragraphs) < 20:
-        paragraphs = split_at("\n", text)
-    return paragraphs
+    text = plain("\n".join(read_lines(path))).strip()
+    paragraphs = re.split(r"\n\s*\n", text)
+    if len(paragraphs) == 1:
+        paragraphs = text.split("\n")
+    paragraphs = [" ".join(paragraph.split()) for paragraph in paragraphs]
+    return [paragraph for paragraph in paragraphs if paragraph]
 
 
-def split_at(mark, text):
-    """Split a text at each match of the regular expression `mark`; keep the parts with a word."""
-    return [part for part in re.split(mark, text) if separate_words(part)]
+def read_text(path, known=(), splits=SPLITS):
+    """Return the lines of a text, {split: [words with spaces between them]}; [] if it has none.
 
-
-def split_text(path):
-    """Split the paragraphs of a text file: 90 % train, the next 5 % valid, the last 5 % test."""
-    paragraphs = read_paragraphs(path)
-    a = len(paragraphs) * 90 // 100
-    b = len(paragraphs) * 95 // 100
-    parts = dict(train=paragraphs[:a], valid=paragraphs[a:b], test=paragraphs[b:])
-    if not all(parts.values()):
-        raise InputError(f"{path} has {len(paragraphs)} lines with words, expected at least "
-                         f"20, to train, validate and test on; if it has more, end the lines "
-                         f"with \\n")
-    return parts
-
-
-def paragraph_hashes(paragraph):
-    """Return the hashes of a paragraph and of its lines of LINE_WORDS or more words, a set.
-
-    The hashes of lines find a paragraph whose lines are in another order or in other paragraphs.
+    path: see the top of this file. known: the vocabulary of a trained network, see
+    `separate_words`.
     """
-    pieces = [separate_words(paragraph)]
-    for line in paragraph.split("\n"):
-        if len(line.split()) >= LINE_WORDS:
-            pieces.append(separate_words(line))
-    return {zlib.crc32(piece.encode()) for piece in pieces}
+    texts = {split: [] for split in splits}
+    prose = {split: [] for split in SPLITS}
+    if Path(path).is_file():
+        for paragraph in read_paragraphs(path):
+            part = PARTS[zlib.crc32(paragraph.encode()) % len(PARTS)]
+            prose[part].append(paragraph)
+    for split in splits:
+        file = Path(path, f"{split}.txt")
+        if file.exists():
+            prose[split] = read_paragraphs(file)
+        tokens = token_file(path, split)
+        if tokens.exists():
+            texts[split] = read_lines(tokens)
+        else:
+            texts[split] = [separate_words(text, known) for text in prose[split]]
+    if not any(map(any, texts.values())):
+        raise InputError(f"--data_dir {path}: there is no {' or '.join(splits)} text; "
+                         f"expected a text file, or a folder with train.txt, valid.txt "
+                         f"and test.txt, or with wiki.train.tokens, wiki.valid.tokens "
+                         f"and wiki.test.tokens")
+    return texts
 
 
-def seen_hashes(data_dir):
-    """Return the `paragraph_hashes` of a text file's paragraphs in train and valid, a list.
+def plain(text):
+    """Replace the apostrophe U+2019 by ', so that both are the same mark."""
+    return text.replace("\u2019", "'")
 
-    Returns [] for token files and for pydoc. There rare words are <unk>, so no hash would match.
+
+def separate_words(text, known=()):
+    """Put one space between the words and punctuation marks of prose.
+
+    Words in `known` stay whole. So a network that was trained on WikiText reads "U.S." and "@-@".
     """
-    if not is_text_file(data_dir):
-        return []
-    parts = split_text(data_dir)
-    seen = set()
-    for paragraph in parts["train"] + parts["valid"]:
-        seen |= paragraph_hashes(paragraph)
-    return sorted(seen)
+    words = []
+    for piece in normalize("NFC", text).split():
+        if piece in known:
+            words.append(piece)
+        else:
+            words += TOKEN.findall(piece)
+    return " ".join(words)
 
 
-def lines_to_score(data, data_dir, seen, spaced=True):
-    """Return the one or two texts to evaluate a language model on, {name: lines of tokens}.
+def mark_rare_words(texts):
+    """Replace the words that are rare in the training text by <unk>, in all parts of a text."""
+    counts = count_words(texts["train"])
+    marked = {split: [] for split in texts}
+    for split, lines in texts.items():
+        for line in lines:
+            words = line.split()
+            words = [word if counts[word] >= MIN_COUNT else UNK for word in words]
+            marked[split].append(" ".join(words))
+    return marked
 
-    Token files and pydoc are two texts, "valid" and "test". A text file is one text. If `seen` is
-    known, the text is "unseen": the paragraphs without a hash in `seen`. Otherwise it is "text":
-    all paragraphs.
-    seen: hashes of the training's paragraphs; [] if they are unknown. spaced: whether
-    `separate_words` made the lines of the model's training; then it makes these lines, too.
-    """
-    if not is_text_file(data_dir):
-        folder = prepare_text(data, data_dir)
-        return {split: read_lines(token_file(folder, split)) for split in ("valid", "test")}
-    paragraphs = read_paragraphs(data_dir)
-    if not paragraphs:
-        raise InputError(f"--data_dir {data_dir} contains no words, expected a text")
-    seen = {*seen}
-    unseen = [text for text in paragraphs if not paragraph_hashes(text) & seen]
-    if not unseen:
-        raise InputError(f"--data_dir {data_dir}: the model was trained on all paragraphs, "
-                         f"expected new ones")
-    if spaced:
-        lines = [separate_words(paragraph) for paragraph in unseen]
-    else:                                               # words are separated by spaces
-        lines = [" ".join(paragraph.split()) for paragraph in unseen]
-    name = "unseen" if seen else "text"
-    return {name: lines}
 
+# --- the text "pydoc": Python's own documentation -------------------------------------------------
 
 def library_docstrings():
     """Return {module: [(name, docstring), ...]} of the modules of Python's standard library."""
@@ -262,7 +216,7 @@ def library_docstrings():
     return documents
 
 
-def pydoc_folder(parent):
+def pydoc_folder(parent="out/cache"):
     """Write pydoc's topics and the standard library's docstrings as wiki.*.tokens, once.
 
     A hash of a document's name chooses its split: a sixteenth of the documents goes to valid, and
@@ -274,19 +228,23 @@ def pydoc_folder(parent):
     from pydoc_data.topics import topics
     documents = {f"topic {name}": [(name, text)] for name, text in topics.items()}
     documents |= library_docstrings()
-    parts = {split: [] for split in SPLITS}
-    for name, texts in sorted(documents.items()):
+    texts = {split: [] for split in SPLITS}
+    for name, entries in sorted(documents.items()):
         sixteenth = zlib.crc32(name.encode()) % 16
         split = "train"
         if sixteenth == 1:
             split = "valid"
         if sixteenth == 15:
             split = "test"
-        for i, (title, text) in enumerate(texts):
+        for i, (title, text) in enumerate(entries):
             signs = "= =" if i else "="                 # around a WikiText heading: = title =
-            parts[split] += ["", f"{signs} {separate_words(title)} {signs}", ""]
-            parts[split] += [separate_words(paragraph) for paragraph in re.split(r"\n\s*\n", text)]
-    write_tokens(folder, parts)
+            texts[split] += ["", f"{signs} {separate_words(title)} {signs}", ""]
+            paragraphs = re.split(r"\n\s*\n", text)
+            texts[split] += [separate_words(paragraph) for paragraph in paragraphs]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, lines in mark_rare_words(texts).items():
+        with replacing(token_file(folder, split)) as tmp:
+            tmp.write_bytes("".join(f" {line} \n" for line in lines).encode())
     return folder
 
 
@@ -313,16 +271,19 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
 
     The first window scores all its targets. Each later window begins `stride` tokens after the
     previous one and scores its last targets, so every target is scored once. The last window ends
-    with the text; if stride equals window, it is shorter instead.
+    with the text; if stride equals window, it is shorter instead. A text that is shorter than the
+    window is one window.
     tokens: (M + 1,) ids. model: a module with the methods hidden(x (b, T)) -> (b, T, C) and
-    nll(h (b, s, C), targets (b, s)) -> (b, s). rank, world: each process computes its share of the
-    windows, and returns all losses, on the CPU.
+    nll(h (b, s, C), targets (b, s)) -> (b, s). batch_size: windows per forward pass. rank, world:
+    each process computes its share of the windows, and returns all losses, on the CPU.
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1).
     """
     M = len(tokens) - 1                                                         # targets
-    if not 1 <= stride <= window <= M:
-        raise InputError(f"window {window}, stride {stride}: expected 1 <= stride <= "
-                         f"window <= {M}, the number of targets in the text")
+    window = min(window, M)
+    stride = min(stride, window)
+    if stride < 1:
+        raise ValueError(f"stride {stride}, {len(tokens)} tokens: expected a stride of "
+                         f"1 or more, and 2 tokens or more")
     later_starts = stride * torch.arange(1, (M - window) // stride + 1)
     targets_left = M - window - stride * len(later_starts)      # for the last window
     last_length = window if stride < window else targets_left
@@ -337,16 +298,14 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
             batches += [(part, length, scored) for part in starts.split(batch_size)]
 
     device = next(model.parameters()).device
-    training = model.training
     tokens = torch.as_tensor(tokens).long().to(device)
     nll = torch.zeros(M, device=device)
-    model.eval()
-    for starts, length, scored in bar(batches[rank::world], progress, leave=False):
-        at = starts.to(device)[:, None] + torch.arange(length, device=device)      # (b, length)
-        hidden = model.hidden(tokens[at])[:, -scored:]                             # (b, scored, C)
-        at = at[:, -scored:]
-        nll[at] = model.nll(hidden, tokens[at + 1]).float()
-    model.train(training)
+    with eval_mode(model):
+        for starts, length, scored in bar(batches[rank::world], progress, leave=False):
+            at = starts.to(device)[:, None] + torch.arange(length, device=device)  # (b, length)
+            hidden = model.hidden(tokens[at])[:, -scored:]                         # (b, scored, C)
+            at = at[:, -scored:]
+            nll[at] = model.nll(hidden, tokens[at + 1]).float()
     if dist.is_initialized():
         dist.all_reduce(nll)
     return nll.cpu().double()

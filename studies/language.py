@@ -32,10 +32,10 @@ import torch
 import common
 from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
-from data.text import (Vocabulary, load_corpus, perplexity, prepare_text, random_windows,
+from data.text import (Vocabulary, load_corpus, perplexity, pydoc_folder, random_windows,
                        read_lines, sliding_nll, token_file)
+from data.words import WORD, word_swap
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
-from robust.words import WORD, word_swap
 from studies.stats import detectable, holm, paired_t, show, show_p
 
 RESULTS = Path(__file__).parent / "results/language"
@@ -168,22 +168,29 @@ def commit():
     return done.stdout.strip() or "no git"
 
 
+def text_folder(text, wikitext):
+    """Return the folder of the token files of a text. wikitext: the folder of wikitext."""
+    return wikitext if text == "wikitext" else pydoc_folder()
+
+
 def train(out_dir, text, folder, variant, seed, steps):
     """Train one network with train_lm.py, or continue its training."""
     flags = SHARED_FLAGS | VARIANTS[variant] | dict(
-        data=text, data_dir=folder, seed=seed, steps=steps, eval_every=math.ceil(steps / 4),
-        cutoffs=TEXTS[text])
-    started = (out_dir / "last.pt").exists()
+        data=text, seed=seed, steps=steps, eval_every=math.ceil(steps / 4),
+        cutoffs=TEXTS[text], out_dir=out_dir)
+    if text == "wikitext":
+        flags["data_dir"] = folder
+    if (out_dir / "last.pt").exists():
+        flags = dict(resume=out_dir)
     words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "studies.language", "train_lm.py", *words,
-               "--resume" if started else "--out_dir", str(out_dir)]
+    command = [sys.executable, "-m", "studies.language", "train_lm.py", *words]
     if subprocess.run(command).returncode:
         raise InputError(f"training {out_dir} failed; finished rows are kept: run again to "
                          f"continue")
 
 
 def score_test_text(model, folder, vocabulary):
-    """Compute perplexities of the test text, clean and attacked, as eval_robust.py does.
+    """Compute perplexities of the test text, clean and attacked, as train_lm.py does.
 
     Returns (dict of perplexities, the word that replaces other words).
     """
@@ -208,19 +215,19 @@ def test_row(out_dir, folder):
     test, word = score_test_text(model, folder, Vocabulary(checkpoint["vocab"].split("\n")))
     log = common.read_log(out_dir / "log.jsonl")
     start, last = log[0], [row for row in log if "eval" in row][-1]
-    names = ("torch", "parameters", "train_tokens", "vocab_size")
-    best = checkpoint["best"]
-    return dict(valid_segment=best["perplexity"], best_step=best["step"],
+    corpus = load_corpus(folder)
+    return dict(valid_segment=checkpoint["best"], best_step=checkpoint["step"],
                 test=test, stride=STRIDE, word=word, device=start["hardware"],
                 mean_abs_key=last["mean_abs_key"], nonzero_S=last["nonzero_S"],
-                **{name: start[name] for name in names})
+                torch=start["torch"], parameters=start["parameters"],
+                train_tokens=len(corpus.train), vocab_size=len(corpus.vocab))
 
 
 def run(args):
     """Train and score each variant of each seed that has no row yet."""
     for seed in args.seeds:
         for text in args.texts:
-            folder = prepare_text(text, args.wikitext if text == "wikitext" else None)
+            folder = text_folder(text, args.wikitext)
             for variant in VARIANTS:
                 rows = [row for row in read_rows("rows.jsonl")
                         if (row["text"], row["seed"]) == (text, seed)]
@@ -352,7 +359,7 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.cost:
         for text in args.texts:
-            folder = prepare_text(text, args.wikitext if text == "wikitext" else None)
+            folder = text_folder(text, args.wikitext)
             append_row("cost.jsonl", measure_cost(text, folder) | dict(commit=commit()))
     if args.run:
         run(args)

@@ -13,15 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention import every_pap
 from common import InputError
-from robust import adaptive, attacks, words
+from robust import adaptive, attacks
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import (clean_logits, cw, fgsm, margin, noise, pgd, restarted, sld, spsa,
                             spsa_gradient)
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
+from data import words
 from data.shapes import load_shapes
+from data.words import word_swap
 from fixtures import ROOT
 from golden_net import trained_network
-from robust.words import word_swap
 from vit import ViT, ViTConfig
 
 EPS = 4 / 255                                # half of trained_network's images survive attacks

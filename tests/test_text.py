@@ -2,6 +2,7 @@
 
 import math
 import os
+import random
 import shutil
 import zlib
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 
 from data import text as data_text
 from common import InputError
-from data.text import (lines_to_score, load_corpus, perplexity, prepare_text, pydoc_folder,
-                       random_windows, read_lines, seen_hashes, sliding_nll)
+from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines, read_text,
+                       separate_words, sliding_nll)
 from lm import LM, LMConfig
 from test_lm import lmtool_model
 
@@ -46,10 +47,25 @@ def test_words_are_sorted_by_count_then_appearance(folder):
     assert len(corpus.train) == len(TRAIN.split()) + 4 and corpus.train.dtype == np.dtype("<u4")
 
 
-def test_a_vocabulary_without_unk_rejects_new_words(folder):
+def test_every_vocabulary_has_unk(folder):
     write(folder, TRAIN.replace("<unk>", ""))
-    with pytest.raises(InputError, match="'unseen'"):
-        load_corpus(folder)
+    corpus = load_corpus(folder)
+    assert corpus.vocab.words[-1] == "<unk>"
+    assert corpus.valid[3] == len(corpus.vocab) - 1     # "unseen"
+
+
+def test_each_line_has_one_eos(folder):
+    """Some programs write <eos> into the files."""
+    plain = load_corpus(folder)
+    for split in data_text.SPLITS:
+        file = folder / f"wiki.{split}.tokens"
+        file.write_text(file.read_text().replace("\n", "<eos>\n"))
+        (folder / f"{split}.txt").write_text("one word <eos>\ntwo words <eos>\n")
+    marked = load_corpus(folder)
+    assert marked.vocab == plain.vocab and np.array_equal(marked.train, plain.train)
+    for file in folder.glob("*.tokens"):
+        file.unlink()
+    assert read_text(folder)["valid"] == ["one word", "two words"]
 
 
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
@@ -65,7 +81,7 @@ def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     # counts never increase, as cutoffs require
     assert (np.diff(counts[1:]) <= 0).all() and counts[1:].min() >= data_text.MIN_COUNT
     for split, sixteenths in (("valid", {1}), ("test", {15}), ("train", {0, *range(2, 15)})):
-        found = {name for name in topics if f" = {name} = " in lines_of(folder, split)}
+        found = {name for name in topics if f" = {name} =" in lines_of(folder, split)}
         assert found and {zlib.crc32(f"topic {name}".encode()) % 16 for name in found} <= sixteenths
 
 
@@ -77,21 +93,66 @@ def lines_of(folder, split):
     return read_lines(Path(folder) / f"wiki.{split}.tokens")
 
 
-def test_a_text_file_is_split_by_paragraphs(folder):
-    Path("book.txt").write_bytes(b"\xef\xbb\xbf" + BOOK.encode())     # a byte order mark is no word
-    made = prepare_text("folder", "book.txt")
-    assert made.parts[:2] == ("out", "cache") and made.name.startswith("book_")
-    Path(made, "wiki.valid.tokens").write_text(" of another text \n")
-    assert prepare_text("folder", "book.txt") == made  # written again
-    assert [len(lines_of(made, split)) for split in data_text.SPLITS] == [37, 2, 2]
-    fifth, first = lines_of(made, "train")[4].split(), lines_of(made, "valid")[0].split()
-    assert fifth == "The cat's old hat , number 4 , was on the mat \u2014 xxxxx .".split()
-    assert first == "The cat's hat , number 1 , was on the mat \u2014 xx .".split()
-    assert lines_of(made, "train")[-1].split() == ["<unk>"]  # added, because no word is rare
-    Path("rare.txt").write_text(BOOK.replace("number 3", "number three", 2))
-    corpus = load_corpus(prepare_text("folder", "rare.txt"))
+def stanzas(n, seed=1):
+    rng = random.Random(seed)
+    words = "sun moon river stone hill bird tree road".split()
+    return ["\n".join(" ".join(rng.choices(words, k=5)) for _ in range(4)) for _ in range(n)]
+
+
+def held_out(parts):
+    return parts["valid"] + parts["test"]
+
+
+def test_the_bytes_of_a_paragraph_decide_its_part(folder):
+    """Renamed, extended, divided, wrapped and copied files never score a training paragraph."""
+    poems = stanzas(200)
+    Path("poems.txt").write_text("\n\n".join(poems) + "\n")
+    parts = read_text("poems.txt")
+    assert 165 < len(parts["train"]) < 195 and all(parts.values())
+    other = dict(
+        extended="\n\n".join(stanzas(100, seed=2) + poems[::-1]),
+        divided="\n\n".join(poems[:12]),
+        wrapped="\n\n".join(poem.replace("\n", " ").replace(" sun", "\nsun") for poem in poems),
+        windows="\r\n\r\n".join(poem.replace("\n", "\r\n") for poem in poems))
+    for name, text in other.items():
+        Path(name).write_bytes(text.encode())
+        found = read_text(name)
+        assert not set(held_out(found)) & set(parts["train"]), name
+    for name in ("wrapped", "windows"):
+        assert read_text(name) == parts
+
+
+def test_without_blank_lines_each_line_is_a_paragraph(folder):
+    lines = [f"page {i} of the book" for i in range(100)]
+    Path("lines.txt").write_text("\n" + "\n".join(lines) + "\n\n")
+    parts = read_text("lines.txt")
+    assert sorted(sum(parts.values(), [])) == sorted(lines) and len(parts) == 3
+
+
+def test_prose_has_words_and_marks(folder):
+    Path("prose").mkdir()
+    for split in data_text.SPLITS:                      # -sig: a byte order mark is no word
+        Path(f"prose/{split}.txt").write_text(BOOK, encoding="utf-8-sig")
+    fifth = "The cat's old hat , number 4 , was on the mat \u2014 xxxxx ."
+    assert read_text("prose")["valid"][4] == fifth
+    corpus = load_corpus("prose")
+    assert corpus.vocab.words[-1] == "<unk>"            # no word is rare
+    Path("prose/train.txt").write_text(BOOK.replace("number 3", "number three", 2))
+    corpus = load_corpus("prose")
     assert "three" not in corpus.vocab and "old" in corpus.vocab
     assert (corpus.train == corpus.vocab["<unk>"]).sum() == 2
+
+
+@pytest.mark.parametrize("text", ["\u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e",
+                                  "\u05e9\u05b8\u05c1\u05dc\u05d5\u05b9\u05dd", "don't l'\u00e9t\u00e9"])
+def test_marks_and_apostrophes_belong_to_words(text):
+    assert separate_words(text) == text
+
+
+def test_apostrophes_are_one_mark(folder):
+    Path("curly.txt").write_text("I don\u2019t know.\n\nI don't know.\n")
+    found = read_text("curly.txt").values()             # equal paragraphs are in one part
+    assert max(found, key=len) == ["I don't know ."] * 2
 
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
@@ -104,23 +165,6 @@ def test_words_do_not_depend_on_their_unicode_form(folder):
     decomposed = load_corpus(folder)
     assert composed.vocab == decomposed.vocab
     assert np.array_equal(composed.valid, decomposed.valid) and composed.valid[0] != 0
-
-
-def test_paragraphs_of_the_training_are_never_scored(folder):
-    """The file may be renamed, copied or extended; the hashes of its paragraphs decide."""
-    lines = [f"Page {i} of the book.\n\n" for i in range(40)]
-    Path("book.txt").write_text("".join(lines))
-    seen = seen_hashes("book.txt")
-    assert len(seen) == 38 and seen_hashes(folder) == seen_hashes(None) == []
-    Path("copy.txt").write_text("A new page.\n\n" + "".join(lines))
-    unseen = lines_to_score("folder", "copy.txt", seen)["unseen"]
-    assert unseen == ["A new page .", "Page 38 of the book .", "Page 39 of the book ."]
-    Path("copy.txt").write_text("".join(lines[:30]))
-    with pytest.raises(InputError, match="trained on all"):
-        lines_to_score("folder", "copy.txt", seen)
-    Path("short.txt").write_text("Page 7 of the book.\nA new page.\n\nPage\n38 of the book.\n")
-    unseen = lines_to_score("folder", "short.txt", seen)["unseen"]     # other lines and paragraphs
-    assert unseen == ["A new page .", "Page", "38 of the book ."]
 
 
 TEXT = np.arange(10_000, dtype="<u4")
@@ -187,8 +231,9 @@ def test_totals_equal_lmtools_whatever_the_batch(golden, name):
     a = golden(name)
     model = lmtool_model(a, name)
     for batch_size in (7, 64):
-        nats = sliding_nll(model.train(), a["seq"], int(a["window"]), 1, batch_size)
-        assert model.training  # as it was before, but dropout was off
+        model.train().drop.eval()
+        nats = sliding_nll(model, a["seq"], int(a["window"]), 1, batch_size)
+        assert model.training and not model.drop.training     # as before, but dropout was off
         np.testing.assert_allclose(nats.numpy(), a["sliding_nll_b1"][:, 0].numpy(), atol=1e-5)
         assert perplexity(nats) == pytest.approx(a["sliding_total_b1"][2].item(), rel=1e-5)
         streams = [sliding_nll(model, stream, 12, 12, batch_size)
@@ -207,43 +252,35 @@ def test_processes_share_the_windows():
     assert all((part == 0).any() for part in parts)
 
 
-def test_short_lines_may_be_equal_by_chance(folder):
-    """A line of fewer than eight words does not make a new paragraph a seen one."""
-    short, long = "He said no to her again .", "He said no to her again and again ."
-    page = "\n".join([short, long, "Page {} of the book ."]) + "\n\n"
-    Path("book.txt").write_text("".join(page.format(i) for i in range(40)))
-    seen = seen_hashes("book.txt")
-    fresh = [f"A new page, {short}", f"{short}\nIt ends here .", f"{long}\nIt ends here ."]
-    Path("fresh.txt").write_text("\n\n".join(fresh * 7))
-    unseen = lines_to_score("folder", "fresh.txt", seen)["unseen"]
-    assert unseen == ["A new page , " + short, short + " It ends here ."] * 7
+def test_a_short_text_is_one_window():
+    model = Reads()
+    context = sliding_nll(model, torch.arange(5), 8, 2)
+    assert context.tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="stride 0"):
+        sliding_nll(model, torch.arange(9), 8, 0)
 
 
-def test_a_text_is_unseen_only_if_known(folder):
-    Path("book.txt").write_text(BOOK)
-    texts = lines_to_score("folder", "book.txt", [])    # trained on token files, or on pydoc
-    assert list(texts) == ["text"] and len(texts["text"]) == 40
+def test_known_words_stay_whole():
+    """A network that was trained on token files reads their words in prose, too."""
+    text = "don't  stop @-@ <unk>, now."
+    assert separate_words(text) == "don't stop @ - @ < unk > , now ."
+    assert separate_words(text, {"@-@", "now."}) == "don't stop @-@ < unk > , now."
 
 
-def test_a_text_has_the_trainings_tokens(folder):
-    """Token files are not spaced, so a network that was trained on them gets words as they are."""
-    Path("new.txt").write_text("don't  stop @-@ <unk>,\nnow.\n")
-    assert data_text.is_spaced("new.txt") and data_text.is_spaced(None)
-    assert not data_text.is_spaced(folder)
-    for as_spaced, line in ((True, "don't stop @ - @ < unk > ,"), (False, "don't stop @-@ <unk>,")):
-        assert lines_to_score("folder", "new.txt", [], as_spaced) == {"text": [line] + ["now."] * (
-            not as_spaced) + ["now ."] * as_spaced}
-
-
-def test_texts_without_enough_lines_are_errors(folder):
-    for text, count in (("", 0), ("word " * 500, 1), ("a line\r" * 500, 1), ("a line\n" * 10, 10)):
+def test_a_wrong_path_is_one_line(folder):
+    Path("texts").mkdir()
+    Path("texts/book.txt").write_text(BOOK)
+    for path in ("missing.txt", "texts", ""):
+        with pytest.raises(InputError, match="expected a text file, or a folder with train.txt"):
+            load_corpus(path)
+    for text in ("", " \n\n"):
+        Path("short.txt").write_text(text)
+        with pytest.raises(InputError, match="short.txt: there is no train or valid or test text"):
+            load_corpus("short.txt")
+    for text in ("one line", "the same line\n" * 200, "a line\r" * 500):
         Path("short.txt").write_bytes(text.encode())
-        with pytest.raises(InputError, match=f"short.txt has {count} lines .* at least 20"):
-            prepare_text("folder", "short.txt")
-    Path("short.txt").write_text("a line\n" * 20)
-    prepare_text("folder", "short.txt")
-    Path("short.txt").write_text("one line")                    # enough for an evaluation
-    assert lines_to_score("folder", "short.txt", [1]) == {"unseen": ["one line"]}
-    Path("short.txt").write_text(" \n")
-    with pytest.raises(InputError, match="short.txt contains no words"):
-        lines_to_score("folder", "short.txt", [1])
+        with pytest.raises(InputError, match="short.txt has no (train|valid) text"):
+            load_corpus("short.txt")
+    Path("new").mkdir()
+    Path("new/test.txt").write_text("one line")                     # enough for an evaluation
+    assert read_text("new", splits=("valid", "test")) == {"valid": [], "test": ["one line"]}

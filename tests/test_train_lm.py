@@ -18,9 +18,17 @@ import train_lm
 from common import InputError
 from data import text as data_text
 from data.rng import DROPOUT, seed_from
+from data.words import word_swap
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from processes import group
-from runs import call, flags, log, make_text, refused, rows
+from runs import assert_same_run, call, flags, log, make_text, refused, rows
+
+def write_prose(folder, text):
+    """Write the same text as train.txt, valid.txt and test.txt."""
+    Path(folder).mkdir()
+    for split in data_text.SPLITS:
+        Path(folder, f"{split}.txt").write_text(text, encoding="utf-8")
+
 
 SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 "
          "--eval_every 100").split()
@@ -51,9 +59,8 @@ def test_the_checkpoint_alone_reproduces_the_perplexity(monkeypatch, capsys):
 
 
 def test_an_attention_without_causal_mask_is_rejected(monkeypatch):
-    def forgets(q, k, v, layer):
-        return attention.softmax_attention(q, k, v)
-    monkeypatch.setitem(attention.ATTENTIONS, "forgets", attention.Attention(True, forgets))
+    monkeypatch.setitem(attention.ATTENTIONS, "forgets", attention.Attention(
+        True, lambda q, k, v, layer: attention.softmax_attention(q, k, v)))
     line = bad(SMALL, "--attn forgets --out_dir a")
     assert "--attn forgets" in line and "later words" in line and not Path("a").exists()
 
@@ -117,107 +124,165 @@ def test_a_sample_needs_its_checkpoint_alone(capsys, monkeypatch):
 
 
 def test_an_evaluation_has_the_trainings_tokens(capsys):
-    """Token files contain "@-@" and <unk> as words; a text file is cut at punctuation marks."""
+    """Token files contain "@-@" and <unk> as words; the same words of prose stay whole."""
     train(SMALL, "--out_dir a --steps 1")
-    Path("new.txt").write_text("the cat of ann saw 1 @-@ year old <unk> , and it ran .\n" * 9)
-    train("--eval_only a --data_dir new.txt")
-    row, = common.read_log("a/results.jsonl")
-    assert row["settings"]["split"] == "text"           # whether it is unseen is not known
-    assert row["images"] == 9 * 16 and row["unknown"] == pytest.approx(100 / 16)    # with <eos>
-    Path("own.txt").write_text("the cat's hat, it ran.\n\n" * 80)
-    train(SMALL, "--data_dir own.txt --data wikitext --out_dir b --steps 1")
-    Path("fresh.txt").write_text("the cat's hat, it sat.\n" * 9)
-    train("--eval_only b --data_dir fresh.txt --out_dir c")
-    row, = common.read_log("c/results.jsonl")
-    assert row["settings"]["split"] == "unseen" and row["images"] == 9 * 8
-    assert row["unknown"] == pytest.approx(100 / 8)     # "sat"
+    Path("new").mkdir()
+    Path("new/test.txt").write_text("the cat of ann saw 1 @-@ year old <unk> , and it ran .\n" * 9)
+    train("--eval_only a --data_dir new --out_dir b")
+    row, = common.read_log("b/results.jsonl")
+    assert row["measure"] == "test"
+    assert row["tokens"] == 9 * 16 and row["unknown"] == pytest.approx(100 / 16)    # with <eos>
+    assert not {"seen", "spaced"} & common.load("a").keys()
+    assert "b/results.jsonl exists" in bad("--eval_only a --out_dir b")
+    write_prose("own", "the cat's hat, it ran.\n\n" * 80)
+    train(SMALL, "--data_dir own --out_dir c --steps 1")
+    Path("new/test.txt").write_text("the cat\u2019s hat, it sat.\n" * 9)
+    train("--eval_only c --data_dir new --out_dir d")
+    row, = common.read_log("d/results.jsonl")
+    assert row["tokens"] == 9 * 8 and row["unknown"] == pytest.approx(100 / 8)      # "sat"
     capsys.readouterr()
-    train("--sample b --words 0 --prompt", ["the cat's hat, it"])
+    train("--sample c --words 0 --prompt", ["the cat\u2019s hat, it"])
     assert capsys.readouterr().out == "the cat's hat, it\n"
-    checkpoint = common.load("b")
-    old = {name: value for name, value in checkpoint.items() if name != "spaced"}
-    assert train_lm.was_spaced(old) is train_lm.was_spaced(checkpoint) is True
-    assert train_lm.was_spaced(common.load("a")) is False
 
 
-def test_the_inserted_word_is_not_unk():
-    """No word of the text is rare, so <unk> is the last word of the vocabulary."""
-    Path("own.txt").write_text("the cat ran and sat .\n\n" * 80)
-    train(SMALL, "--data_dir own.txt --data wikitext --out_dir a --steps 1")
+def test_an_evaluation_swaps_words_and_scores_the_others():
+    """No word is rare, so <unk> is the vocabulary's last word, and "." the rarest one."""
+    write_prose("own", "the cat ran and sat .\n\n" * 80)
+    train(SMALL, "--data_dir own --out_dir a --steps 1")
     assert common.load("a")["vocab"].split("\n")[-1] == "<unk>"
-    Path("new.txt").write_text("the cat sat and ran .\n" * 9)
-    train("--eval_only a --data_dir new.txt")
-    row, = common.read_log("a/results.jsonl")
-    assert row["word"] == "."
+    Path("new").mkdir()
+    Path("new/test.txt").write_text("the cat sat and ran fast .\n" * 9)
+    train("--eval_only a --data_dir new --window 8 --stride 2 --seed 4 --out_dir b")
+    row, = common.read_log("b/results.jsonl")
+    assert (row["word"], row["tokens"], row["unknown"]) == (".", 72, 12.5)
+    checkpoint = common.load("a")
+    vocab = data_text.Vocabulary(checkpoint["vocab"].split("\n"))
+    lines = ["the cat sat and ran fast ."] * 9
+    swapped_lines, swapped = word_swap(lines, seed=4, word=".")
+    kept = ~torch.tensor(swapped[1:])
+    model = lm_from_checkpoint(checkpoint)
+    plain, attacked, segments = (
+        data_text.sliding_nll(model, vocab.encode_lines(x), 8, stride)
+        for x, stride in ((lines, 2), (swapped_lines, 2), (lines, 8)))
+    for name, nats in dict(segment=segments, sliding=plain, clean_unswapped=plain[kept],
+                           attacked=attacked, attacked_unswapped=attacked[kept]).items():
+        assert row[name] == pytest.approx(data_text.perplexity(nats), rel=1e-4), name
+
+
+def test_networks_are_compared_on_the_same_text(capsys):
+    for name, seed in (("rpc_s0", 0), ("rpc_s1", 1), ("symmetric_s0", 0), ("symmetric_s1", 1)):
+        attn = name.split("_")[0]
+        train(SMALL, f"--attn {attn} --seed {seed} --out_dir {name} --steps 1")
+    capsys.readouterr()
+    train("--eval_only rpc_s0 rpc_s1 symmetric_s0 symmetric_s1 --out_dir a")
+    out, rows = capsys.readouterr().out, common.read_log("a/results.jsonl")
+    assert len(rows) == 4 * 2
+    train("--eval_only symmetric_s1 --out_dir b")
+    numbers = ("segment", "attacked_unswapped", "swapped", "tokens")
+    alone, = (row for row in common.read_log("b/results.jsonl") if row["measure"] == "test")
+    together, = (row for row in rows if (row["measure"], row["network"]) == (
+        "test", "symmetric_s1"))
+    assert [alone[name] for name in numbers] == [together[name] for name in numbers]
+    assert f"| test, segment             | {alone['tokens']}" in out
+    assert "| rpc_s* " in out and "| symmetric_s* minus rpc_s* |" in out and ", n 2" in out
+    make_text("other", seed=3)
+    Path("other/wiki.train.tokens").write_text("a b <unk> \n" * 40)
+    train(SMALL, "--data_dir other --out_dir c --steps 1")
+    assert "different vocabularies" in bad("--eval_only rpc_s0 c")
 
 
 def test_a_short_run_has_a_short_warmup():
     for steps, warmup in ((30, 15), (100, 50), (101, 100)):
-        args, _ = call(train_lm.get_args, SMALL, f"--steps {steps}")
-        assert args.warmup == warmup
+        args = Namespace(lr=1.0, warmup=100, steps=steps)
+        rates = [train_lm.learning_rate(step, args) for step in range(steps)]
+        assert rates == sorted(rates[:warmup]) + sorted(rates[warmup:], reverse=True)
+        assert rates[warmup] < 1.0
 
 
-def test_the_data_of_an_evaluation_act():
+def test_an_evaluation_has_the_text_of_the_training():
     train(SMALL, "--out_dir a --steps 1")
-    assert "--data wikitext needs --data_dir" in bad("--eval_only a --data wikitext")
+    train("--eval_only a --out_dir b")
     shutil.copytree("text", "other")
-    assert "--data_dir: no effect with --data pydoc" in bad("--eval_only a --data pydoc "
-                                                            "--data_dir other")
-    train("--eval_only a --data wikitext --data_dir other")
-    assert {row["data_dir"] for row in common.read_log("a/results.jsonl")} == {"other"}
+    train("--eval_only a --data_dir other --out_dir c")
+    for folder, path in (("b", "text"), ("c", "other")):
+        assert {row["data"] for row in common.read_log(f"{folder}/results.jsonl")} == {path}
 
 
-def test_an_evaluation_keeps_the_trainings_data_set():
-    """But scenes and pydoc have no folder, so a folder contains your own data."""
-    trained = dict(data="wikitext", data_dir="text")
-    made = dict(data="pydoc", data_dir=None)
-    for args, of, expected in (((None, None), trained, ("wikitext", "text")),
-                               ((None, "new"), trained, ("wikitext", "new")),
-                               (("wikitext103", None), trained, ("wikitext103", None)),
-                               ((None, "new"), made, ("folder", "new")),
-                               ((None, None), made, ("pydoc", None))):
-        args = Namespace(data=args[0], data_dir=args[1])
-        assert common.evaluation_data(args, of, built_in="pydoc") == expected
-
-
-def test_flags_without_effect_are_errors():
+def test_flags_that_do_not_exist_are_errors():
     train(SMALL, "--out_dir a --steps 1")
-    for given, flag in (("--eval_only a --context 8", "--context"), ("--limit 3", "--limit"),
-                        ("--eval_only a --lambd 3", "--lambd"), ("--window 8", "--window"),
-                        ("--eval_only a --n_iter 2", "--n_iter"),
-                        ("--sample a --stride 3", "--stride"),
-                        ("--resume a --out_dir b", "--out_dir"),
-                        ("--sample a --eval_only a", "--eval_only"),
-                        ("--data pydoc --data_dir text", "--data_dir"),
-                        ("--attn softmax --n_iter 2", "--n_iter"),
-                        ("--attn symmetric --rpc_layers all", "--rpc_layers"),
-                        ("--attn symmetric --mu_over token", "--mu_over"),
-                        ("--mu_over all --words 9", "--words")):
-        assert f"{flag}: no effect" in bad(given), given
+    for given in ("--eval_only a --context 8", "--limit 3", "--eval_only a --lambd 3", "--window 8",
+                  "--sample a --stride 3", "--resume a --out_dir b", "--resume a --seed 1",
+                  "--eval_only a --sample a", "--data pydoc --data_dir text"):
+        assert "unrecognized arguments" in bad(given), given
 
 
-def test_likely_mistakes_are_one_line():
-    for given, words in (("--steps -1", "--steps: -1: expected 1 or more"),
-                         ("--max_steps 0", "--max_steps: 0: expected 1 or more"),
-                         ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"),
-                         ("--rpc_layers first", "--rpc_layers first: expected"),
-                         ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
-                         ("--cutoffs x", "--cutoffs x"),
-                         ("--cutoffs 5,9999", "expected increasing"),
-                         ("--context 1", "context=1, expected 2 tokens or more"),
-                         ("--steps 5 --warmup 5", "--warmup 5: expected fewer than --steps 5")):
-        assert words in bad(SMALL, given)
+@pytest.mark.parametrize("attn", ["softmax", "symmetric", "rpc_asym", "scaled_alpha"])
+def test_every_attention_has_the_flags_of_pap(attn):
+    args, _ = call(train_lm.get_args, f"--attn {attn} --n_iter 2 --lambd 3 --rpc_layers all")
+    assert (args.n_iter, args.lambd) == (2, 3.0)
+
+
+def test_an_attention_has_flags_for_its_settings(monkeypatch):
+    def mine(q, k, v, layer):
+        return attention.symmetric_attention(k * layer.pap["gain"], v, causal=layer.causal)
+    entry = attention.Attention(False, mine, settings=dict(gain=1.0))
+    monkeypatch.setitem(attention.ATTENTIONS, "mine", entry)
+    train(SMALL, "--attn mine --gain 1/2 --out_dir a --steps 1")
+    assert common.load("a")["model_config"]["pap"]["gain"] == 0.5
+
+
+@pytest.mark.parametrize("given, words", [
+    ("--steps -1", "--steps: '-1': expected a whole number of 1 or more"),
+    ("--eval_every 0", "--eval_every"), ("--n_iter 0", "--n_iter"), ("--lr nan", "--lr: 'nan'"),
+    ("--dropout 2", "--dropout: '2': expected a number from 0 to 1"),
+    ("--model tiny", "--model: invalid choice"),
+    ("--rpc_layers first", "--rpc_layers first: expected"),
+    ("--rpc_layers 4", "--rpc_layers 4: expected layers from 0 to 3"),
+    ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
+    ("--cutoffs 5,9999", "expected increasing ids"), ("--cutoffs x", "--cutoffs x: expected"),
+    ("--context 9999", "has only 681 tokens"),
+    ("--context 1", "context=1, expected 2 tokens or more"),
+    ("--data_dir nowhere", "--data_dir nowhere: there is no train or valid or test text")])
+def test_likely_mistakes_are_one_line(given, words):
+    assert words in bad(SMALL, given)
+    assert not Path("out").exists()                     # the line comes before the run
+
+
+def test_mistakes_of_an_evaluation_are_one_line():
     train(SMALL, "--out_dir a --steps 1")
-    assert "--window 17: expected at most 16" in bad("--eval_only a --window 17")
+    for given in ("--window 17", "--stride 17"):
+        assert "expected stride <= window <= 16" in bad("--eval_only a", given)
+    assert "--limit 1: expected 2 or more" in bad("--eval_only a --limit 1")
+    assert "a contains a run" in bad(SMALL, "--out_dir a")
+    assert not Path("out").exists()
+
+
+def test_a_run_resumes_before_its_first_evaluation(monkeypatch):
+    train(SMALL, "--out_dir a --steps 4 --lambd inf")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, "evaluate", None)       # the first evaluation ends the run
+        with pytest.raises(TypeError):
+            train(SMALL, "--out_dir b --steps 4 --lambd inf")
+    assert common.load("b/last.pt")["step"] == 0 and not Path("b/best.pt").exists()
+    train("--resume b")
+    assert_same_run("a", "b")
+    assert_same_run("a", "b", "best.pt")
+
+
+def test_a_moved_run_resumes_in_its_new_place():
+    train(SMALL, "--out_dir a --steps 4 --max_steps 2")
+    shutil.move("a", "b")
+    train("--resume b")
+    assert common.load("b/last.pt")["step"] == 4 and not Path("a").exists()
 
 
 def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):
     """The output has an encoding without Greek letters."""
-    Path("greek.txt").write_text("\u03bb\u03cc\u03b3\u03bf\u03c2 \u03ba\u03b1\u03b9 .\n" * 200)
+    write_prose("greek", "\u03bb\u03cc\u03b3\u03bf\u03c2 \u03ba\u03b1\u03b9 .\n" * 200)
     out = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
-        call(lambda: common.run(train_lm.main), SMALL, "--data_dir greek.txt --out_dir a --steps 1")
+        call(lambda: common.run(train_lm.main), SMALL, "--data_dir greek --out_dir a --steps 1")
     out.flush()
     assert common.load("a")["step"] == 1 and rb"\u03" in out.buffer.getvalue()
 
@@ -259,12 +324,14 @@ def main_with_own_rate():
 
 def test_processes_with_other_flags_stop():
     printed = group(main_with_own_rate, flags(SMALL, "--data_dir text --out_dir a --max_steps 1"))
-    assert all("the processes have different flags: [{'lr': 1.0}" in text for text in printed)
+    assert all("the processes have different flags" in text for text in printed)
 
 
-def test_a_lost_best_is_replaced(capsys):
-    train(SMALL, "--data_dir text --out_dir a --max_steps 1 --eval_every 1")
-    Path("a/best.pt").unlink()
-    train("--resume a --max_steps 2")
-    assert "best.pt of step 1 is missing" in capsys.readouterr().out
-    assert common.load("a/best.pt")["step"] == 2
+def test_evaluating_processes_with_other_texts_stop():
+    train(SMALL, "--out_dir node0/a --steps 1")
+    shutil.copytree("node0", "node1")
+    for node in (0, 1):
+        make_text(f"node{node}/text", seed=node)
+    printed = group(main_on_own_data, ["--eval_only", "a", "--out_dir", "b"])
+    assert all("the processes have different texts" in text for text in printed)
+    assert not list(Path().glob("node*/b"))
