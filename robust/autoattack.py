@@ -55,7 +55,7 @@ def likely_targets(logits, labels, num_targets):
 
 @torch.no_grad()
 def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
-         surrogates=(), clip=True, seed=0, draw=0, index=None):
+         surrogates=(), seed=0, draw=0, index=None):
     """Maximise the cross-entropy ("ce"), the DLR loss ("dlr") or, with targets, the targeted DLR.
 
     targets: (B,) int64. surrogates: more models; where the model's own gradient fails, the attack
@@ -63,9 +63,9 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
     Source: `autopgd_base.py`. Here a misclassified image leaves the batch at the next multiple of
     ten steps. Like the source, this attack returns the last misclassified iterate.
     """
-    robust = clean_logits(model, images, eps, clip).argmax(1) == labels
+    robust = clean_logits(model, images, eps).argmax(1) == labels
     eps, index = per_image(images, eps, index)
-    low, high = bounds(images, eps, clip)
+    low, high = bounds(images, eps)
     noise = noise_like(images, index, seed, APGD, draw)
     start = images + eps * noise / noise.abs().amax((1, 2, 3), keepdim=True)
     if targets is None:
@@ -184,10 +184,10 @@ def halve_steps(s, window):
 
 
 @torch.no_grad()
-def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(),
-           clip=True, seed=0, index=None):
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), seed=0,
+           index=None):
     """Run APGD on the targeted DLR loss for each of the num_targets likeliest wrong classes."""
-    logits = clean_logits(model, images, eps, clip)
+    logits = clean_logits(model, images, eps)
     check_classes(logits, 4, "the targeted DLR loss of APGD-T")
     targets = likely_targets(logits, labels, num_targets)
     robust = logits.argmax(1) == labels
@@ -198,16 +198,15 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
         if not len(rows):
             break
         adv[rows] = apgd(model, images[rows], labels[rows], eps[rows], targets=targets[rows, k],
-                         steps=steps, surrogates=surrogates, clip=clip, seed=seed, draw=k,
-                         index=index[rows])
+                         steps=steps, surrogates=surrogates, seed=seed, draw=k, index=index[rows])
         robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
     return adv
 
 
 # --- FAB: the nearest point across the decision boundary (Croce & Hein 2020b) --------------------
 
-def box_projection(v, w, b, low, high):
-    """Return d, (B, n), with the smallest max|d| such that <w, v + d> = b, low <= v + d <= high.
+def box_projection(v, w, b):
+    """Return d, (B, n), with the smallest max|d| such that <w, v + d> = b, 0 <= v + d <= 1.
 
     v, w: (B, n), b: (B,). If no such d exists, d moves every coordinate to its bound.
 
@@ -221,7 +220,7 @@ def box_projection(v, w, b, low, high):
     c = (w * v).sum(1, keepdim=True) - b[:, None]                           # (B, 1)
     w = torch.where(c < 0, -w, w)
     c = c.abs()
-    room = torch.where(w > 0, v - low, high - v)
+    room = torch.where(w > 0, v, 1 - v)
     weight = w.abs()
     tiny = torch.finfo(w.dtype).tiny
     lam = c / weight.sum(1, keepdim=True).clamp_min(tiny)
@@ -237,19 +236,13 @@ def box_projection(v, w, b, low, high):
 
 
 @torch.no_grad()
-def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, seed=0,
-          index=None):
+def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, seed=0, index=None):
     """Find near adversarial images with FAB-T, for each of the likeliest wrong classes in turn.
 
     The search ends when an image within eps is found. Source: `fab_base.py`, without restarts.
     """
-    logits = clean_logits(model, images, eps, clip)
+    logits = clean_logits(model, images, eps)
     eps, index = per_image(images, eps, index)
-    low = -1e3                                                  # no bounds
-    high = 1e3
-    if clip:
-        low = 0.0
-        high = 1.0
     targets = likely_targets(logits, labels, num_targets)
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device),
                         x0=images, x=images, labels=labels, targets=targets, eps=eps,
@@ -261,7 +254,7 @@ def fab_t(model, images, labels, eps, *, steps=100, num_targets=9, clip=True, se
         for i in range(steps):
             if not len(s.row):
                 return adv
-            fab_step(s, model, s.targets[:, k], low, high)
+            fab_step(s, model, s.targets[:, k])
             if i % 10 == 9 or i == steps - 1:
                 near = ((s.adv - s.x0).abs() <= s.eps).flatten(1).all(1)
                 found = near & s.distance.isfinite()        # inf: s.adv is still the clean image
@@ -274,7 +267,7 @@ OVERSHOOT = 1.05            # a step is this much longer than the way to the bou
 MAX_WEIGHT = 0.1            # the largest weight of the point near the clean image
 
 
-def fab_step(s, model, targets, low, high):
+def fab_step(s, model, targets):
     """Step across the boundary to the target class (linearised at s.x), and stay near s.x0.
 
     Changes s.x, and s.adv and s.distance where the new point fools the model and is nearer.
@@ -287,13 +280,13 @@ def fab_step(s, model, targets, low, high):
     b = (w * x).sum(1) - height                                 # the boundary: <w, x'> = b
 
     # Project x and the clean x0 onto the boundary. Take a point between the two projections.
-    moves = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2), low, high)
+    moves = box_projection(torch.cat([x, x0]), w.repeat(2, 1), b.repeat(2))
     lengths = moves.abs().amax(1).clamp_min(1e-8)
     move, move0 = moves.view(2, *x.shape)
     length, length0 = lengths.view(2, -1, 1)                    # (B, 1) each
     weight0 = (length / (length + length0)).clamp_max(MAX_WEIGHT)
     x = (1 - weight0) * (x + OVERSHOOT * move) + weight0 * (x0 + OVERSHOOT * move0)
-    x = x.clamp(low, high).view_as(s.x)
+    x = x.clamp(0, 1).view_as(s.x)
 
     # Keep the nearest point that fools the model. If the new point fools the model, continue from
     # a point a tenth of the way back to x0; otherwise continue from the new point.
@@ -308,15 +301,15 @@ def fab_step(s, model, targets, low, high):
 # --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
 
 @torch.no_grad()
-def square(model, images, labels, eps, *, queries=5000, clip=True, seed=0, index=None):
+def square(model, images, labels, eps, *, queries=5000, seed=0, index=None):
     """Set random squares to +-eps, a random sign per channel; keep squares that lower the margin.
 
     Source: `square.py`, where all images of a batch share the place and the signs of a square.
     """
-    logits = clean_logits(model, images, eps, clip)
+    logits = clean_logits(model, images, eps)
     eps, index = per_image(images, eps, index)
     adv = images.clone()
-    low, high = bounds(images, eps, clip)
+    low, high = bounds(images, eps)
     _, C, H, W = images.shape
     stripes = uniform(index, C * W, seed, SQUARE, 0).view(-1, C, 1, W) < 0.5
     s = SimpleNamespace(row=torch.arange(len(images), device=images.device),
@@ -373,7 +366,7 @@ def random_square(place, query, H, W):
 
 @torch.no_grad()
 def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targets=9,
-               surrogates=(), clip=True, seed=0, index=None):
+               surrogates=(), seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
     surrogates: for APGD-CE and APGD-T; the standard version has none. The model needs 4 classes or
@@ -384,7 +377,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                                 num_targets=num_targets),
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
-    logits = clean_logits(model, images, eps, clip)
+    logits = clean_logits(model, images, eps)
     check_classes(logits, 4, "AutoAttack")      # APGD-T needs 4; APGD-CE before it would take long
     robust = logits.argmax(1) == labels
     eps, index = per_image(images, eps, index)
@@ -394,7 +387,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
         rows = robust.nonzero()[:, 0]
         if len(rows):
             adv[rows] = attack(model, images[rows], labels[rows], eps[rows], index=index[rows],
-                               clip=clip, seed=seed)
+                               seed=seed)
             robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
         counts.append(f"{stage} {int(robust.sum())}")
     print0(f"AutoAttack, still robust of {len(images)}: {', '.join(counts)}")

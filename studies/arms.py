@@ -239,6 +239,15 @@ def into(folder, *flags):
     return [*flags, "--out_dir", folder]
 
 
+def evaluate_once(done, *command):
+    """Run an evaluation into the folder `done`, unless it is there. After a kill it begins again."""
+    if not done.exists():
+        unfinished = done.with_name("unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        call(*command, "--out_dir", unfinished)
+        unfinished.rename(done)
+
+
 def script(name, attn):
     """Return the start of a command. Robust attentions run through studies.robust_attentions."""
     return ["-m", "studies.robust_attentions"] * (attn in ROBUST.values()) + [name]
@@ -274,19 +283,6 @@ def train_arm(folder, flags, more=()):
     call(*script("train_cls.py", flags["attn"]), *into(folder, *more, *words))
 
 
-def measure_arm(folder, attn, measures, study, out_dir):
-    """Run the evaluations of a network that are missing; each has its own folder in out_dir."""
-    for name in measures:
-        done = out_dir / f"{name}_{study.limit}"
-        if done.exists():
-            continue
-        unfinished = out_dir / "unfinished"             # of an interrupted command
-        shutil.rmtree(unfinished, ignore_errors=True)
-        call(*script("eval_robust.py", attn), "--ckpt", folder, "--out_dir", unfinished,
-             "--limit", study.limit, *study.how, "--measures", name)
-        unfinished.rename(done)
-
-
 def train_and_measure(study, args, rest):
     """Train and measure the missing networks of --arms and --seeds.
 
@@ -297,10 +293,11 @@ def train_and_measure(study, args, rest):
             folder, flags = args.out_dir / f"{arm}_s{seed}", flags_of(study, arm, seed)
             train_arm(folder, flags, [*study.training, *rest])
             # Without RPC, an adaptive attack is the same as PGD.
-            measures = [name for name in args.measures or study.measures
-                        if flags["attn"] == "rpc" or not name.startswith("adaptive")]
-            measure_arm(folder, flags["attn"], measures, study,
-                        args.out_dir / "eval" / folder.name)
+            for name in args.measures or study.measures:
+                if flags["attn"] == "rpc" or not name.startswith("adaptive"):
+                    evaluate_once(args.out_dir / "eval" / folder.name / f"{name}_{study.limit}",
+                                  *script("eval_robust.py", flags["attn"]), "--ckpt", folder,
+                                  "--limit", study.limit, *study.how, "--measures", name)
     return sorted(args.out_dir.glob("eval/*/*/results.jsonl"))
 
 

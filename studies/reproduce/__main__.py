@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 
 import common
-from studies.arms import call, into
+from studies.arms import call, evaluate_once, into
 from studies.stats import spread
 from robust.corruptions import NAMES
 from robust.metrics import ALEXNET, mean_corruption_error
@@ -75,7 +75,7 @@ SCALES = {
                   attacked="--limit 50", tokens="", cost=""),
     "paper": dict(cls=IMAGENET_FLAGS, small=f"{IMAGENET_FLAGS} --model small",
                   fan=f"{IMAGENET_FLAGS} {FAN_RECIPE}",
-                  tuned=f"{IMAGENET_FLAGS} --model small --epochs 100 --lr 1e-4",
+                  tuned=f"{IMAGENET_FLAGS} --model small --epochs 100 --warmup 5/100 --lr 1e-4",
                   seg="--data ade20k", lm="--data wikitext103", few="", attacked="--limit 50000",
                   tokens="--stride 1", cost="--batch_size 256")}
 CIFAR = "--data cifar10"
@@ -89,10 +89,14 @@ ATTENTION = {"rpc2all": "--attn rpc --n_iter 2 --lambd 3 --rpc_layers all",
              "control": "--attn symmetric",
              **{f"rpc{n}": f"--attn rpc --n_iter {n}" for n in (4, 5, 6)}}
 SLOW = "cw", "spsa", "autoattack"                            # run at scale paper only
+ATTACKS = "-m", "studies.reproduce.attacks"                 # in the paper's conditions
 
 
 class Plan:
-    """The commands of a table, in order. A command is a list of words."""
+    """The commands of a table, in order: pairs (list of words, folder).
+
+    The folder is None, or the folder of an evaluation, which is run if it does not exist.
+    """
 
     def __init__(self, args):
         self.args, self.commands = args, []
@@ -100,12 +104,13 @@ class Plan:
         where = args.scale + (f"_{Path(args.data_dir).name}" if self.flags is OWN else "")
         self.out = args.out_dir or Path("out/reproduce", where)
 
-    def add(self, *words):
+    def add(self, *words, done=None):
         """Append a command. At scale paper, torchrun starts one process per GPU."""
-        if self.args.scale == "paper" and words[0] != "-m":
+        alone = words[0] == "-m" and words[:2] != ATTACKS
+        if self.args.scale == "paper" and not alone:
             words = ["-m", "torch.distributed.run", "--standalone",
                      f"--nproc_per_node={self.args.gpus}", *words]
-        self.commands.append(words)
+        self.commands.append((words, done))
 
     def train(self, arm, seed):
         """Append the training of an arm and seed. A finished run does no further steps."""
@@ -124,17 +129,22 @@ class Plan:
             part = "tuned"
             more += ["--init_from", self.out / f"small_symmetric_s{seed}/last.pt"]
         data = ["--data_dir", a.data_dir] if a.data_dir and a.scale != "tiny" else []
-        self.add(script, *f[part].split(), *more, *data, *into(self.out / f"{arm}_s{seed}"))
+        self.add(script, *into(self.out / f"{arm}_s{seed}", *f[part].split(), *more, *data))
 
-    def evaluate(self, arms, *words):
-        """Append the evaluation of all arms on the same images; rows go to <out>/rows_<task>."""
-        task = arms[0].split("_")[0] if arms[0].startswith(("seg_", "lm_")) else "vit"
-        out = ["--out_dir", self.out / f"rows_{task}", *words]
-        runs = [self.out / f"{arm}_s{seed}" for arm in arms for seed in self.args.seeds]
-        if task == "vit":
-            return self.add("eval_robust.py", *out, "--ckpt", *runs)
-        for run in runs:
-            self.add(f"train_{task}.py", *out, "--eval_only", run)
+    def evaluate(self, arms, words, measures=(), command=("eval_robust.py",)):
+        """Append the evaluations of all arms on the same images.
+
+        Each network and measure has its own command and folder, so tables share them. words: flags.
+        measures: for --measures of a classifier.
+        """
+        for run in [self.out / f"{arm}_s{seed}" for arm in arms for seed in self.args.seeds]:
+            folder = self.out / "eval" / run.name
+            task = run.name.split("_")[0]
+            if task in ("seg", "lm"):
+                self.add(f"train_{task}.py", "--eval_only", run, *words, done=folder / "test")
+            for name in measures:
+                done = folder / (f"paper_{name}" if command == ATTACKS else name)
+                self.add(*command, "--ckpt", run, *words, "--measures", name, done=done)
 
     def make(self, table):
         """Append and return all commands of a table."""
@@ -146,18 +156,19 @@ class Plan:
         if measures == "benchmarks":
             words, names = f["few"].split(), ["clean", "corruptions"]
             if arms[0].startswith("seg_"):
-                return self.evaluate(arms, *words) or self.commands
+                self.evaluate(arms, words)
+                return self.commands
             words += ["--corrupted_dir", a.imagenet_c] if a.imagenet_c else []
             for name in ("imagenet_a", "imagenet_r", "imagenet_o"):
                 if getattr(a, name):
                     names.append(name)
                     words += [f"--{name}", getattr(a, name)]
-            self.evaluate(arms, *words, "--measures", *names)
-        elif isinstance(measures, list):            # in the paper's conditions: docs/robustness.md
-            self.evaluate(arms, "--preset", "paper", *f["attacked"].split(), "--measures",
-                          *(name for name in measures if a.scale == "paper" or name not in SLOW))
+            self.evaluate(arms, words, names)
+        elif isinstance(measures, list):
+            names = [name for name in measures if a.scale == "paper" or name not in SLOW]
+            self.evaluate(arms, f["attacked"].split(), names, ATTACKS)
         elif measures == "perplexity":
-            self.evaluate(arms, *f["tokens"].split())
+            self.evaluate(arms, f["tokens"].split())
         elif measures == "cost":
             self.add("-m", "studies.cost", *f["cost"].split())
         elif measures:
@@ -173,7 +184,7 @@ def read_runs(folder):
     rows = defaultdict(list)
     for path in sorted(Path(folder).rglob("*.jsonl")):
         for row in common.read_log(path):
-            name = Path(row.get("checkpoint") or path.parent).name
+            name = Path(row.get("network") or path.parent).name
             arm, _, seed = name.rpartition("_s")
             rows[arm, seed].append(row)
     return rows
@@ -189,9 +200,9 @@ def ours(rows, table, column):
         return last[0][{"top-1": "top1", "loss": "loss"}[column]] if last else None
     if table == "table3":
         kind, split = ["sliding", *column.split()][-2:]
-        return next((r[kind] for r in of("perplexity") if r["settings"]["split"] == split), None)
+        return next((r[kind] for r in rows if r.get("measure") == f"perplexity {split}"), None)
 
-    corrupted = {r["settings"]["type"]: r for r in of("corruptions")}
+    corrupted = {r["name"]: r for r in rows if r.get("name") in NAMES}
     measure, field = PLAIN.get(column, ("", ""))
     if measure == "corruptions" or column in ("IN-C", "mCE"):
         return of_all_corruptions(corrupted, column, field or "top1")
@@ -203,19 +214,17 @@ def ours(rows, table, column):
     kind = name.lower().replace(" ", "_")
     kind = {"elastic": "elastic_transform", "jpeg": "jpeg_compression"}.get(kind, kind)
     if kind in corrupted:
-        top1 = mean(corrupted[kind]["top1"])
+        top1 = corrupted[kind]["top1"]
         if field == "top-1":
             return top1
         return (100 - top1) / ALEXNET[kind] if as_alexnet(corrupted[kind]) else None
-    attacked = sorted(of(kind), key=lambda r: r["settings"].get("eps", 0))
+    attacked = sorted(of(kind), key=lambda r: common.fraction(r["eps"] or "0"))
     return attacked[-1][field.replace("-", "")] if attacked else None
 
 
 def as_alexnet(row):
-    """Whether a row can be divided by AlexNet's errors: ImageNet, all five severities."""
-    classes = row["model_config"].get("num_classes", 1000)
-    return (row["data"] == "imagenet" and classes == 1000
-            and row["settings"]["severities"] == [1, 2, 3, 4, 5])
+    """Whether a row can be divided by AlexNet's errors: ImageNet at 224 px, all five severities."""
+    return (row["data"], row["size"], row["severities"]) == ("imagenet", 224, 5)
 
 
 def of_all_corruptions(corrupted, column, field):
@@ -223,8 +232,8 @@ def of_all_corruptions(corrupted, column, field):
     if not set(NAMES) <= set(corrupted):
         return None
     if column != "mCE":
-        return mean(mean(corrupted[name][field]) for name in NAMES)
-    errors = {name: 1 - mean(corrupted[name]["top1"]) / 100 for name in NAMES}
+        return mean(corrupted[name][field] for name in NAMES)
+    errors = {name: 1 - corrupted[name]["top1"] / 100 for name in NAMES}
     return mean_corruption_error(errors) if all(map(as_alexnet, corrupted.values())) else None
 
 
@@ -298,9 +307,12 @@ def main(argv=None):
              help=f"also evaluate on this copy of ImageNet-{name.upper()}")
     args = p.parse_args(argv)
     plan = Plan(args)
-    for words in plan.make(args.table):
+    for words, done in plan.make(args.table):
         if args.dry:
+            words = [*words, "--out_dir", done] if done else words
             print("$ python", *(shlex.quote(str(word)) for word in words))
+        elif done:
+            evaluate_once(done, *words)
         else:
             call(*words)
     if not args.dry and args.table not in OWN_TABLES:

@@ -12,10 +12,11 @@ import train_cls
 import train_lm
 import train_seg
 from fixtures import ROOT
+from studies import arms
 from studies.reproduce import __main__ as reproduce
 
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
-           "eval_robust.py": eval_robust}
+           "eval_robust.py": eval_robust, "studies.reproduce.attacks": eval_robust}
 
 
 def printed():
@@ -34,14 +35,8 @@ def test_paper_numbers_have_their_row_and_column():
         assert cells and not any(cell["ours"] for cell in cells)
 
 
-def row(arm, seed, measure, **numbers):
-    name, *pairs = measure.split()
-    settings = dict(pair.split("=") for pair in pairs)
-    if "eps" in settings:
-        settings["eps"] = float(settings["eps"].removesuffix("/255")) / 255
-    if "severities" in settings:
-        settings["severities"] = [int(s) for s in settings["severities"].split(",")]
-    return {"checkpoint": f"out/{arm}_s{seed}", "name": name, "settings": settings, **numbers}
+def row(arm, seed, name, **fields):
+    return dict(network=f"out/{arm}_s{seed}", name=name, measure=name, eps="") | fields
 
 
 def test_differences_are_paired_by_seed():
@@ -55,18 +50,18 @@ def test_differences_are_paired_by_seed():
 
 
 def test_columns_find_their_budget_and_split():
-    rows = [row("a", 0, f"pgd eps={e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
+    rows = [row("a", 0, "pgd", eps=f"{e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
     assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0           # the largest budget
-    rows = [row("a", 0, f"perplexity split={split}", sliding=x, attacked=x + 9)
+    rows = [row("a", 0, "perplexity", measure=f"perplexity {split}", sliding=x, attacked=x + 9)
             for split, x in (("valid", 30.0), ("test", 40.0))]
     assert [reproduce.ours(rows, "table3", column) for column in ("valid", "attacked test")] == [
         30, 49]
 
 
 def test_mce_needs_imagenet_and_all_severities():
-    def corrupted(imagenet, severities="1,2,3,4,5"):
-        return [row("a", 0, f"corruptions type={name} severities={severities}",
-                    top1=[30.0, 50.0], data="imagenet" if imagenet else "shapes", model_config={})
+    def corrupted(imagenet, severities=5):
+        return [row("a", 0, name, measure=f"corruptions type={name}", top1=40.0,
+                    data="imagenet" if imagenet else "shapes", size=224, severities=severities)
                 for name in reproduce.NAMES]
     assert reproduce.ours(corrupted(False), "table1", "IN-C") == 40
     assert reproduce.ours(corrupted(False), "table1", "mCE") is None
@@ -75,7 +70,7 @@ def test_mce_needs_imagenet_and_all_severities():
     mce = sum(60 / alexnet[name] for name in alexnet) / 15
     assert reproduce.ours(corrupted(True), "table1", "mCE") == pytest.approx(mce)
     assert reproduce.ours(corrupted(True), "table4", "JPEG CE") == pytest.approx(60 / 0.6065)
-    some = corrupted(True, "1,3")                           # AlexNet's errors average all five
+    some = corrupted(True, severities=2)                    # AlexNet's errors average all five
     assert reproduce.ours(some, "table1", "mCE") is None
     assert reproduce.ours(some, "table4", "JPEG CE") is None
     assert reproduce.ours(some, "table4", "JPEG top-1") == 40
@@ -130,8 +125,9 @@ def test_tables_have_the_flags_of_the_paper(plan, monkeypatch):
                                           for a in rest] == [
         ("rpc", 4, 4, "0"), ("rpc", 5, 4, "0"), ("rpc", 6, 4, "0"), ("rpc", 2, 3, "all")]
 
-    args, = runs(plan("table2"), "eval_robust.py", monkeypatch)
-    assert args.preset == "paper" and args.limit == 50_000
+    attacked = runs(plan("table2"), "studies.reproduce.attacks", monkeypatch)
+    assert {args.limit for args in attacked} == {50_000}
+    assert [args.measures for args in attacked[:7]] == [[name] for name in reproduce.SEVEN]
     symmetric, rpc, *evaluated = runs(plan("table3"), "train_lm.py", monkeypatch)
     assert (rpc.data, rpc.attn, rpc.n_iter, rpc.rpc_layers) == ("wikitext103", "rpc", 4, "0-3")
     assert symmetric.attn == "symmetric" and [args.stride for args in evaluated] == [1, 1]
@@ -175,7 +171,8 @@ def here(monkeypatch):
         PARSERS[words[0]].main()
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(reproduce, "call", run)
+    for module in (arms, reproduce):
+        monkeypatch.setattr(module, "call", run)
 
 
 @pytest.mark.parametrize("name", ["table1", "table6", "fig1"])
