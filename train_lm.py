@@ -205,6 +205,9 @@ def load_texts(data_dir, vocab, word, args):
     clean, attacked: ids of the tokens, (n,), before and after the word swap, which inserts `word`.
     swapped: (n - 1,) bool, the inserted words among the tokens with a loss, all but the first one.
     """
+    if Path(data_dir).is_file():
+        print0("the train paragraphs of a file are not scored; to score a whole new "
+               "text, name it new/test.txt, and choose --data_dir new")
     texts = {}
     stop = args.limit or None
     for split, lines in read_text(data_dir, vocab, ("valid", "test")).items():

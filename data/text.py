@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from attention import eval_mode
-from common import InputError, bar, replacing
+from common import InputError, bar, print0, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
@@ -46,6 +46,9 @@ MARKS = "\u200c\u200d" + "".join(
     letter for letter in map(chr, range(0x300, 0x10000)) if category(letter)[0] == "M")
 # A word, which may contain apostrophes; or a punctuation mark.
 TOKEN = re.compile(rf"[\w{MARKS}]+(?:'[\w{MARKS}]+)*|[^\w\s][{MARKS}]*")
+EXPECTED = ("expected a file with more paragraphs; or a folder with train.txt, valid.txt "
+            "and test.txt, or with wiki.train.tokens, wiki.valid.tokens and "
+            "wiki.test.tokens")
 # folders of Python's library whose docstrings are not part of the text "pydoc"
 NOT_PYDOC = {"test", "idlelib", "lib2to3", "turtledemo", "site-packages",
              "dist-packages"}
@@ -91,9 +94,7 @@ def load_corpus(path):
     texts = read_text(path)
     for split in ("train", "valid"):
         if not any(texts[split]):
-            raise InputError(f"{path} has no {split} text; expected more paragraphs "
-                             f"(blank lines or \\n separate them), or a folder with "
-                             f"train.txt, valid.txt and test.txt")
+            raise InputError(f"{path} has no {split} text; {EXPECTED}")
     if not token_file(path, "train").exists():
         texts = mark_rare_words(texts)
     counts = count_words(texts["train"])
@@ -142,12 +143,16 @@ def read_text(path, known=(), splits=SPLITS):
     path: see the top of this file. known: the vocabulary of a trained network, see
     `separate_words`.
     """
+    if not Path(path).exists():
+        raise InputError(f"--data_dir {path} does not exist")
     texts = {split: [] for split in splits}
     prose = {split: [] for split in SPLITS}
     if Path(path).is_file():
         for paragraph in read_paragraphs(path):
             part = PARTS[zlib.crc32(paragraph.encode()) % len(PARTS)]
             prose[part].append(paragraph)
+        counts = [f"{len(prose[split])} {split}" for split in SPLITS]
+        print0(f"{path}: {', '.join(counts)} paragraphs")
     for split in splits:
         file = Path(path, f"{split}.txt")
         if file.exists():
@@ -158,10 +163,7 @@ def read_text(path, known=(), splits=SPLITS):
         else:
             texts[split] = [separate_words(text, known) for text in prose[split]]
     if not any(map(any, texts.values())):
-        raise InputError(f"--data_dir {path}: there is no {' or '.join(splits)} text; "
-                         f"expected a text file, or a folder with train.txt, valid.txt "
-                         f"and test.txt, or with wiki.train.tokens, wiki.valid.tokens "
-                         f"and wiki.test.tokens")
+        raise InputError(f"{path} has no {' or '.join(splits)} text; {EXPECTED}")
     return texts
 
 

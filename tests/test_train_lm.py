@@ -242,7 +242,7 @@ def test_an_attention_has_flags_for_its_settings(monkeypatch):
     ("--cutoffs 5,9999", "expected increasing ids"), ("--cutoffs x", "--cutoffs x: expected"),
     ("--context 9999", "has only 681 tokens"),
     ("--context 1", "context=1, expected 2 tokens or more"),
-    ("--data_dir nowhere", "--data_dir nowhere: there is no train or valid or test text")])
+    ("--data_dir nowhere", "--data_dir nowhere does not exist")])
 def test_likely_mistakes_are_one_line(given, words):
     assert words in bad(SMALL, given)
     assert not Path("out").exists()                     # the line comes before the run
