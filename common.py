@@ -284,7 +284,13 @@ def check_same_run(args, first, crc):
 
 
 def weight_decay_groups(model, weight_decay):
-    """Return the optimiser's groups of trained parameters. Weight decay applies to matrices."""
+    """Return the optimiser's groups of trained parameters. Weight decay applies to matrices.
+
+    A BatchNorm with frozen weights is put into eval mode, so its running means are frozen, too.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d) and not module.weight.requires_grad:
+            module.eval()
     decay = []
     no_decay = []
     for name, p in model.named_parameters():

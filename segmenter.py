@@ -11,41 +11,34 @@ Strudel et al. 2021, `rstrudel/segmenter`. Details that the paper does not menti
 B batch, K classes, C width, P patch size, N patch tokens; h, w pixels.
 
     question               rstrudel/segmenter     rachtsy/segm         here
-    decoder attention      softmax                RPC in block 0,      decoder_attn: as in the fork
-                                                  symmetric later      if attn="rpc", otherwise as
-                                                                       in the encoder
+    decoder attention      softmax                RPC in block 0,      block 0: as in the encoder's
+                                                  symmetric later      rpc_layers; later blocks: as
+                                                                       in its other layers
     eps of LayerNorm       1e-5                   1e-5                 1e-5 (in classifiers 1e-6)
     stride of evaluation   window; in miou.py     window               an argument
                            window - 32
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
 
-from attention import SelfAttention, check_choice, layer_pattern
+from attention import SelfAttention, eval_mode, layer_pattern
 from common import InputError, at_least_float32, bar, check_task
+from data.images import image_batches
 from data.masks import IGNORE, resize, scaled_size
-from fan import FAN, FAN_SIZES
-from vit import (SIZES, Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
-                 model_classes, resize_pos_embed)
+from fan import FAN
+from vit import (Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
+                 resize_pos_embed)
 
-ENCODER_SIZES = SIZES | FAN_SIZES
-DECODER_ATTENTIONS = ("softmax", "symmetric", "rpc")
-
-
-def default_decoder(attn):
-    """Return the decoder's attention, a name in DECODER_ATTENTIONS. attn: of the encoder."""
-    if attn == "rpc":
-        return "rpc"
-    _, outside = layer_pattern(attn)
-    return outside if outside in DECODER_ATTENTIONS else "softmax"
+# The settings that an encoder takes from a classifier, with its weights.
+BACKBONE_SETTINGS = ("architecture", "embed_dim", "depth", "num_heads", "mlp_ratio",
+                     "patch_size", "attn", "rpc_layers", "pap")
 
 
 @dataclass
@@ -57,8 +50,6 @@ class SegmenterConfig(ViTConfig):
     eps: float = 1e-5
     mean: tuple = (123.68 / 255, 116.28 / 255, 103.53 / 255)    # of ImageNet, as in mmsegmentation
     std: tuple = (58.4 / 255, 57.12 / 255, 57.38 / 255)
-    decoder_attn: str = ""            # "softmax", "symmetric", or "rpc": RPC in block 0, symmetric
-                                      # in later blocks; "": chosen by attn, see default_decoder
     decoder_depth: int = 2
     decoder_heads: int = 0            # 0: C // 64, at least 1
     decoder_dropout: float = 0.1
@@ -66,30 +57,16 @@ class SegmenterConfig(ViTConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.decoder_attn = self.decoder_attn or default_decoder(self.attn)
         self.decoder_heads = self.decoder_heads or max(1, self.embed_dim // 64)
-        check_choice("decoder_attn", self.decoder_attn, DECODER_ATTENTIONS)
-        if self.attn == "rpca" and self.decoder_attn == "rpc":
-            raise InputError("decoder_attn='rpc' with attn='rpca': the two have different settings "
-                             "lambd; expected symmetric or softmax")
-        check_choice("architecture", self.architecture, ("vit", "fan"))
-        if not 2 <= self.num_classes <= IGNORE:
-            raise InputError(f"num_classes={self.num_classes}, expected 2 to {IGNORE}")
-
-    @property
-    def encoder_config(self):
-        """The encoder's settings, a ViTConfig or FANConfig without a head."""
-        settings = {f.name: getattr(self, f.name) for f in fields(ViTConfig)}
-        settings["num_classes"] = 0
-        _, Config = model_classes(self.architecture)
-        return Config(**settings)
+        if "scaled_s" in layer_pattern(self.attn):
+            raise InputError("attn='scaled_s' needs a fixed number of tokens, and a Segmenter "
+                             "reads windows of any size; expected another attention")
 
 
 # --- encoders: classifiers that return their patch tokens -----------------------------------------
 
 class ViTEncoder(ViT):
-    """A ViT without a head."""
-    left_out = ("head",)              # parts of a classifier that an encoder lacks
+    """A ViT that returns its patch tokens."""
 
     def tokens(self, x):
         """Compute the patch tokens: normalised (B, 3, h, w) -> (B, h/P * w/P, C)."""
@@ -106,8 +83,7 @@ class ViTEncoder(ViT):
 
 
 class FANEncoder(FAN):
-    """A FAN without a head, and without the class token, which joins after the blocks."""
-    left_out = ("head", "cls_token", "cls_attn_blocks")
+    """A FAN without its class token, which would join the patch tokens after the blocks."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -116,17 +92,13 @@ class FANEncoder(FAN):
 
     def tokens(self, x):
         """Compute the patch tokens: normalised (B, 3, h, h) -> (B, h/P * h/P, C)."""
-        if x.shape[2] != x.shape[3]:
-            raise ValueError(f"images of {x.shape[3]} x {x.shape[2]} pixels: a FAN needs "
-                             f"square images; use predict_classes, whose windows are square")
-        side = x.shape[2] // self.config.patch_size
-        x = self.embed(x, self.pos_embed(side))
+        x = self.embed(x, self.pos_embed(x.shape[2] // self.config.patch_size))
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
 
 
-ENCODERS = {"vit": ViTEncoder, "fan": FANEncoder}
+ENCODERS = dict(vit=ViTEncoder, fan=FANEncoder)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -141,26 +113,22 @@ class MaskDecoder(nn.Module):
     def __init__(self, config):
         super().__init__()
         C = config.embed_dim
+        drop = config.decoder_dropout
         self.proj_dec = nn.Linear(C, C)
         cls_emb = nn.init.trunc_normal_(torch.empty(1, config.num_classes, C), std=0.02)
         self.cls_emb = nn.Parameter(cls_emb)
-        blocks = [self.block(i, config) for i in range(config.decoder_depth)]
-        self.blocks = nn.ModuleList(blocks)
+        first, later = layer_pattern(config.attn)
+        self.blocks = nn.ModuleList()
+        for i in range(config.decoder_depth):
+            attn = first if i == 0 else later
+            attention = SelfAttention(C, config.decoder_heads, attn, pap=config.pap,
+                                      attn_drop=drop, proj_drop=drop)
+            mlp = Mlp(C, 4 * C, drop)
+            self.blocks.append(Block(C, attention, mlp, eps=config.eps))
         self.decoder_norm = nn.LayerNorm(C, eps=config.eps)
         self.proj_patch = nn.Parameter(C ** -0.5 * torch.randn(C, C))
         self.proj_classes = nn.Parameter(C ** -0.5 * torch.randn(C, C))
         self.mask_norm = nn.LayerNorm(config.num_classes, eps=config.eps)
-
-    def block(self, i, config):
-        """Make block i, counted from 0."""
-        C = config.embed_dim
-        drop = config.decoder_dropout
-        attn = config.decoder_attn
-        if attn == "rpc" and i > 0:
-            attn = "symmetric"
-        attention = SelfAttention(C, config.decoder_heads, attn, pap=config.pap,
-                                  attn_drop=drop, proj_drop=drop)
-        return Block(C, attention, Mlp(C, 4 * C, drop), eps=config.eps)
 
     def forward(self, x):
         B, n, _ = x.shape
@@ -183,7 +151,7 @@ class Segmenter(nn.Module):
         super().__init__()
         self.config = config
         Encoder = ENCODERS[config.architecture]
-        self.encoder = Encoder(config.encoder_config)
+        self.encoder = Encoder(replace(config, num_classes=0))      # without a head
         self.decoder = MaskDecoder(config)
         init_linear_layers(self.decoder)
 
@@ -231,6 +199,13 @@ def window_starts(length, window, stride):
     return [*range(0, length - window, stride), length - window]
 
 
+def check_windows(window, stride, patch_size):
+    """Raise InputError unless windows fit the patches and cover all pixels."""
+    if window % patch_size or not 1 <= stride <= window:
+        raise InputError(f"window {window}, stride {stride}: expected a window that is a "
+                         f"multiple of the patch size {patch_size}, and 1 <= stride <= window")
+
+
 @torch.no_grad()
 def predict_classes(model, image, *, size, window, stride, batch_size=8):
     """Return the most probable class (h, w) int64 of each pixel; model: in eval mode.
@@ -239,10 +214,7 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
     pixels. The logits of a pixel are averaged over the windows that cover the pixel. The last
     windows end at the image's border.
     """
-    P = model.config.patch_size
-    if window % P or not 1 <= stride <= window:
-        raise InputError(f"window {window}, stride {stride}: expected a window that is a "
-                         f"multiple of the patch size {P}, and 1 <= stride <= window")
+    check_windows(window, stride, model.config.patch_size)
     device = next(model.parameters()).device
     x = evaluation_view(image.to(device), size, window)
     h, w = x.shape[1:]
@@ -317,20 +289,19 @@ def evaluate(model, source, *, size, window, stride, index=None, change=None, am
         index = range(len(source))
     mine = list(index)[rank::world]
     K = model.config.num_classes
-    training = model.training
     device = next(model.parameters()).device
     matrix = torch.zeros(K, K, dtype=torch.int64, device=device)
-    loader = DataLoader(source, sampler=mine, batch_size=None, num_workers=num_workers)
-    loader = bar(loader, progress, total=len(mine), leave=False)
-    model.eval()
-    for i, (image, label) in zip(mine, loader):
-        image = image.to(device)
-        if change:
-            image = change(image[None], index=[i])[0]
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            classes = predict_classes(model, image, size=size, window=window, stride=stride)
-        matrix += confusion(classes, label.to(device), K)
-    model.train(training)
+    batches = image_batches(source, [[i] for i in mine], num_workers, device)
+    batches = bar(batches, progress, total=len(mine), leave=False)
+    with eval_mode(model):
+        for i, (images, labels) in zip(mine, batches):
+            images = images.to(device)                              # (1, 3, H, W)
+            if change:
+                images = change(images, index=[i])
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                classes = predict_classes(model, images[0], size=size, window=window,
+                                          stride=stride)
+            matrix += confusion(classes, labels[0].to(device), K)
     if dist.is_initialized():
         dist.all_reduce(matrix)
     if not matrix.any():
@@ -348,37 +319,22 @@ def segmenter_from_checkpoint(checkpoint):
     return model.eval()
 
 
-def encoder_size(config):
-    """Return the name in ENCODER_SIZES of a classifier's size. InputError for other sizes."""
-    for name, size in ENCODER_SIZES.items():
-        if all(getattr(config, setting) == value for setting, value in size.items()):
-            return name
-    raise InputError(f"width {config.embed_dim}, depth {config.depth} and {config.num_heads} "
-                     f"heads: expected one of the sizes {', '.join(ENCODER_SIZES)}")
+def backbone_settings(config):
+    """Return the settings that an encoder takes from the config of a classifier."""
+    return {name: getattr(config, name) for name in BACKBONE_SETTINGS}
 
 
-def load_encoder(model, classifier, path):
-    """Copy the weights of a classifier, except its head, into a Segmenter's encoder.
+def load_encoder(model, classifier):
+    """Copy the weights of a classifier into a Segmenter's encoder, without the parts that it lacks.
 
-    path: the classifier's file, for the message. InputError if the two networks differ in a
-    setting: weights of the same shapes would load, but compute something else. (The number of heads
-    is not compared, because files with timm's names do not store it.)
+    InputError if the two networks have different settings: weights of the same shapes would load,
+    but compute something else.
     """
-    names = ["embed_dim", "depth", "patch_size", "attn", "rpc_layers"]
-    if model.config.rpc_layers:                         # else pap describes the decoder only
-        names.append("pap")
-    theirs = {name: getattr(classifier.config, name) for name in names}
-    ours = {name: getattr(model.config, name) for name in names}
-    theirs["architecture"] = "fan" if isinstance(classifier, FAN) else "vit"
-    ours["architecture"] = model.config.architecture
-    wrong = [f"{name} is {value} in {path}, but {ours[name]} by the flags"
-             for name, value in theirs.items() if value != ours[name]]
-    if wrong:
-        raise InputError(f"--backbone: {'; '.join(wrong)}; choose the same, or --backbone none "
-                         f"for random weights")
-
-    left_out = model.encoder.left_out
-    weights = {name: weight for name, weight in classifier.state_dict().items()
-               if name.split(".")[0] not in left_out}
+    ours = backbone_settings(model.config)
+    theirs = backbone_settings(classifier.config)
+    if ours != theirs:
+        raise InputError(f"the encoder has {ours}, but the classifier has {theirs}")
+    own = model.encoder.state_dict()
+    weights = {name: weight for name, weight in classifier.state_dict().items() if name in own}
     weights = fit_pos_embed(weights, model.config, "bilinear")      # as in rstrudel/segmenter
     model.encoder.load_state_dict(weights)

@@ -4,6 +4,7 @@ A data set is a `Split`, whose images are in memory, or a Dataset like `ImageFil
 whose files are decoded by the workers of a DataLoader.
 """
 
+import sys
 import zlib
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from PIL import ExifTags, Image
+from torch.utils.data import DataLoader
 
 from common import InputError
 
@@ -72,6 +74,21 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     mode = F.InterpolationMode(resample)
     image = F.resize(image, [int(size / share)], mode, antialias=True)
     return F.center_crop(image, [size, size])
+
+
+def image_batches(dataset, batches, num_workers, device):
+    """Make a DataLoader of batches on the CPU. Each batch combines dataset[key] of its keys.
+
+    batches: an iterable of lists of keys. num_workers: processes; 0 loads the images in this
+    process. device: the device that gets the images; for CUDA, the memory is pinned.
+    """
+    workers = dict(num_workers=num_workers)
+    if num_workers:
+        workers["prefetch_factor"] = 4
+        if sys.platform == "linux":             # a fork shares the file names and the imports
+            workers["multiprocessing_context"] = "fork"
+    pin_memory = torch.device(device).type == "cuda"
+    return DataLoader(dataset, batch_sampler=batches, pin_memory=pin_memory, **workers)
 
 
 # --- your own photos: their bytes decide their part -----------------------------------------------

@@ -1,17 +1,22 @@
-"""Images with a class per pixel: scenes, ADE20K's layout, your own folder; training views of them.
+"""Images with a class per pixel: scenes, your own masks, ADE20K's layout; training views of them.
 
-    train, val = load_segmentation(args, ["train", "val"])
+    train, val = load_segmentation(["train", "val"], args)
     image, label = train[0]                               # (3, H, W), (H, W), uint8; 255: ignored
     views = TrainingViews(train, size=512)
     image, label, (h, w) = views[position, index]         # (3, S, S), (S, S)
+
+Files are in data_dir/images/ and data_dir/annotations/. A mask is an 8-bit PNG of one channel. Its
+values 0 to K - 1 are the classes, and 255 is ignored. In the layout of ADE20K and CamVid, 0 is
+ignored, and the values 1 to K are the classes.
 
 The training transforms and their order come from mmsegmentation 0.14.1 and
 `rstrudel/segmenter:segm/data/config/ade20k.py`; torchvision distorts the colours.
 """
 
 import os
+import zlib
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +24,8 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
-from common import InputError, bar
-from data.images import (IMAGE_EXTENSIONS, File, choose_part, composed_name, file_entries,
-                         image_hashes, part_folders, read_image, send)
+from common import InputError, bar, print0, send
+from data.images import ENDINGS, entries, part_of, read_image
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -30,97 +34,102 @@ CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign",
 IGNORE = 255                                 # label of pixels that belong to no class
 REDRAWS = 10                                 # tries to replace a crop with little variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
+# Folders of your own masks: the part. As in data/images.py, test images come first.
+PART_OF = dict(test="test", testing="test", val="val", valid="val", validation="val",
+               train="train", training="train")
 
 
 # --- sources --------------------------------------------------------------------------------------
 
-def load_segmentation(args, parts, classes=None, seen=(), rules=None):
+def load_segmentation(parts, args, classes=None):
     """Load parts of the images that train_seg.py's flags select: a list of Scenes or SegTrees.
 
-    parts: "train" or "test"; in your own folder also "val" or "all", see data.images.choose_part.
-    classes, seen, rules: see own_folder.
+    parts: "train"; "val", which a training evaluates; "test", which --eval_only evaluates. In
+    ADE20K's layout, val and test are the same images. classes: the class names of the network that
+    is evaluated; None in a training.
+    All files are read once, so an error in a file is found before the first step.
     """
-    if args.data != "shapes" and not args.data_dir:
-        raise InputError(f"--data {args.data} needs --data_dir")
+    if args.data == "shapes":
+        return [Scenes(part, args.num_images, args.size) for part in parts]
     if args.data == "folder":
-        trees = own_folder(args.data_dir, parts, classes, seen, rules)
-        count = len(trees[0].classes)
-        if args.num_classes not in (None, count):
-            raise InputError(f"--num_classes {args.num_classes}: {args.data_dir} has "
-                             f"{count} classes")
-        return trees
-    names = CAMVID_CLASSES if args.data == "camvid" else ()
-    sources = []
+        first = 0
+        pairs = own_parts(args.data_dir)
+    else:
+        first = 1
+        split = dict(train="training", val="validation", test="validation")
+        pairs = {part: list_pairs(args.data_dir, split[part]) for part in parts}
     for part in parts:
-        if args.data == "shapes":
-            num_images = args.num_images
-            if part != "train":
-                num_images = max(args.num_images // 10, 1)
-            source = Scenes(part, num_images, args.size)
-        else:
-            split = "training" if part == "train" else "validation"
-            source = ade20k(args.data_dir, split, args.num_classes, names)
-        sources.append(source)
-    return sources
+        if not pairs[part] and part != "val":
+            raise InputError(f"{args.data_dir}: there is no {part} image; make the "
+                             f"folders images/{part} and annotations/{part}")
+    # A training reads the masks of all parts, because their values are the classes.
+    read = parts if classes else pairs
+    trees = {part: SegTree(pairs[part], part, first, args.num_workers) for part in read}
+    names = class_names(args, classes, trees.values(), first)
+    for part in parts:
+        trees[part].classes = names
+        occurring = trees[part].values
+        missing = [name for k, name in enumerate(names, first) if k not in occurring]
+        if missing:
+            print0(f"no {part} image contains {len(missing)} of {len(names)} classes: "
+                   f"{', '.join(missing[:9])}")
+    return [trees[part] for part in parts]
 
 
 class Scenes(TensorDataset):
-    """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
-    hashes = []
-    rules = None
+    """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored.
 
-    def __init__(self, split, num_images, size):
-        scenes = load_shapes(split, num_images, size)
+    num_images: of the part "train"; the other parts have a tenth as many.
+    """
+    num_workers = 0
+    values = {}                                 # as in SegTree
+
+    def __init__(self, part, num_images, size):
+        count = num_images if part == "train" else max(num_images // 10, 1)
+        scenes = load_shapes(part, count, size)
         self.images = scenes.images
         self.labels = scenes.masks
         self.classes = ["background", *scenes.classes]
+        self.crc = zlib.crc32(self.images.numpy())
         super().__init__(self.images, self.labels)
 
 
-class MaskRules(NamedTuple):
-    """The meaning of the values in your own masks. A checkpoint stores it for evaluations."""
-    palette: str                      # colours of the values in hex digits; "": grey images
-    label_of_255: int | None          # 1 or IGNORE; None: the value 255 does not occur
-
-
 class SegTree(Dataset):
-    """Pairs of image (3, H, W) and label (H, W): indices into `classes`; 255: ignored pixels.
+    """Images and masks in files: tree[i] is an image (3, H, W) and a label (H, W), both uint8.
 
-    files: [(image path, annotation path)]. value_of_class_0: 0; or 1, then the value 0 is ignored.
-    label_of_255: the label of the value 255. hashes: `image_hashes` of your own images. rules: the
-    MaskRules of your own images.
+    pairs: [(image path, mask path)]. part: the name of the tree. first: the value of class 0 in the
+    masks, 0 or 1; with 1, the value 0 is ignored. num_workers: processes that decode the files.
+    The constructor reads all files once. It sets values, {value: (colour, a mask that has it)}, and
+    crc, a CRC-32 of all bytes.
     """
 
-    def __init__(self, files, classes, value_of_class_0=0, label_of_255=IGNORE, hashes=(),
-                 rules=None):
-        self.files = files
-        self.classes = list(classes)
-        self.hashes = list(hashes)
-        self.rules = rules
-        values = torch.arange(256, dtype=torch.uint8)
-        self.label_of = values - value_of_class_0           # uint8: 0 - 1 is 255, which is IGNORE
-        self.label_of[255] = label_of_255
+    def __init__(self, pairs, part="train", first=0, num_workers=0):
+        self.pairs = pairs
+        self.first = first
+        self.num_workers = num_workers
+        self.values = {}
+        crcs = []
+        with ThreadPool() as pool:
+            read = pool.imap(read_pair, pairs)
+            for values, crc in bar(read, f"reading {part}", total=len(pairs), leave=False):
+                add_values(self.values, values)
+                crcs.append(crc)
+        self.crc = zlib.crc32(repr(crcs).encode())
 
     def __len__(self):
-        return len(self.files)
+        return len(self.pairs)
 
     def __getitem__(self, i):
-        image_path, mask_path = self.files[i]
-        image = read_image(image_path)
-        values, _ = read_annotation(mask_path)
-        if values.shape != image.shape[1:]:
-            h, w = values.shape
-            H, W = image.shape[1:]
-            raise InputError(f"{mask_path} has {w} x {h} pixels, but its image has {W} x {H}")
-        label = self.label_of[values.long()]
-        wrong = (label >= len(self.classes)) & (label != IGNORE)
-        if wrong.any():
-            raise InputError(f"{mask_path} contains the value {values[wrong].max()}, but there "
-                             f"are only {len(self.classes)} classes")
-        return image, label
+        image_path, mask_path = self.pairs[i]
+        values, _ = read_mask(mask_path)
+        label = values - self.first                     # uint8: 0 - 1 is 255, which is ignored
+        label[values == IGNORE] = IGNORE
+        return read_image(image_path), label
 
 
-def read_annotation(path):
+# --- files ----------------------------------------------------------------------------------------
+
+def read_mask(path):
     """Read an 8-bit PNG of one channel, upright. Returns values (H, W) uint8, and palette bytes.
 
     The palette is b"" if the values are grey values.
@@ -135,195 +144,160 @@ def read_annotation(path):
         raise InputError(f"cannot read {path}: {error}") from None
     # Pillow scales grey values of fewer bits to 0 to 255, so they are no classes any more.
     if mode != "P" and (mode, bits) != ("L", 8):
-        raise InputError(f"{path} has the mode {mode} and {bits} bits per value, expected a "
-                         f"PNG of one channel (mode P, or mode L with 8 bits); save each "
-                         f"pixel's class as its value")
+        raise InputError(f"{path} has the mode {mode} and {bits} bits per value, expected "
+                         f"a PNG of one channel (mode P, or mode L with 8 bits); save "
+                         f"each pixel's class as its value")
     return torch.from_numpy(values), palette
 
 
-def list_pairs(root, split=""):
-    """List (image path, annotation path) in root/images/<split> and root/annotations/<split>."""
-    images = files_by_name(root, "images", split, IMAGE_EXTENSIONS)
-    annotations = files_by_name(root, "annotations", split, (".png",))
-    alone = sorted(images.keys() ^ annotations.keys())
+def read_pair(pair):
+    """Read an image and its mask. Returns {value: (colour, mask path)}, and a CRC-32 of the files.
+
+    pair: (image path, mask path). A colour is "#ff0000", or "grey" without a palette.
+    """
+    image_path, mask_path = pair
+    image = read_image(image_path)
+    mask, palette = read_mask(mask_path)
+    if mask.shape != image.shape[1:]:
+        h, w = mask.shape
+        H, W = image.shape[1:]
+        raise InputError(f"{mask_path} has {w} x {h} pixels, but its image has {W} x "
+                         f"{H}; save both in one size")
+    values = {}
+    for value in mask.unique().tolist():
+        colour = "grey"
+        if palette:
+            colour = "#" + palette[3 * value:3 * value + 3].hex()
+        values[value] = (colour, mask_path)
+    crc = zlib.crc32(image_path.read_bytes())
+    return values, zlib.crc32(mask_path.read_bytes(), crc)
+
+
+def add_values(values, more):
+    """Add more to values, both {value: (colour, source)}. InputError if a value has two colours."""
+    for value, (colour, source) in more.items():
+        known, other = values.setdefault(value, (colour, source))
+        if colour != known:
+            raise InputError(f"{other} and {source} have different palettes: the value "
+                             f"{value} is {known} and {colour}; save all masks with one "
+                             f"palette, or as grey images")
+
+
+def list_pairs(root, folder=""):
+    """List (image path, mask path) in root/images/<folder> and root/annotations/<folder>."""
+    images = files_by_name(Path(root, "images", folder), ENDINGS)
+    masks = files_by_name(Path(root, "annotations", folder), (".png",))
+    alone = sorted(images.keys() ^ masks.keys())
     if alone:
-        raise InputError(f"{root}: {len(alone)} files have no partner in images/ or "
-                         f"annotations/, for example {alone[0]}.*")
-    return [(path, annotations[name]) for name, path in images.items()]
+        raise InputError(f"{root}: {len(alone)} files have no partner, for example "
+                         f"{alone[0]}.*; expected an image in images/{folder} and a PNG "
+                         f"of the same name in annotations/{folder}")
+    return [(path, masks[name]) for name, path in images.items()]
 
 
-def files_by_name(root, kind, split, endings):
-    """Return {name without ending: path} of the files in root/<kind>/<split>."""
-    folder = os.path.join(root, kind, split)
-    paths = [entry.path for entry in file_entries(folder, endings)]
-    files = {composed_name(Path(path).stem): path for path in paths}
-    if len(files) < len(paths):
-        raise InputError(f"{root}: two files in {kind}/{split} have one name, expected "
-                         f"different names without the endings")
-    return files
+def files_by_name(folder, endings):
+    """Return {name without ending: path} of the files in a folder, without hidden files."""
+    return {path.stem: path for path in entries(folder) if path.suffix.lower() in endings}
 
 
-def listed_classes(root):
-    """Read class names from classes.txt, one per line; without this file, return []."""
-    path = Path(root, "classes.txt")
-    lines = path.read_text("utf-8-sig").splitlines() if path.exists() else []
-    names = [composed_name(line.strip()) for line in lines if line.strip()]
-    if len({*names}) < len(names):
-        raise InputError(f"{path} lists a name twice, expected different names: "
-                         f"{names[:9]}")
+# --- the parts and classes of your own masks ------------------------------------------------------
+
+def own_parts(root):
+    """Divide your own masks: {part: [(image path, mask path)]}. Prints one line with the counts.
+
+    A folder train/, val/ or test/ in images/ and annotations/ is this part. The bytes of an image
+    decide about the parts without a folder; but without test/, val/ is also the test, as in
+    ImageNet. Of equal images, only the first one counts; test images come first.
+    """
+    folders = dict(train="")                    # {part: its folder}
+    for path in entries(Path(root, "images")):
+        if path.name.lower() in PART_OF:
+            folders[PART_OF[path.name.lower()]] = path.name
+    own = folders.keys() - {"train"}            # parts that get no file of train/
+    if "val" in own:
+        own.add("test")
+    parts = dict(train=[], val=[], test=[])
+    seen = set()
+    copies = 0
+    for place in ("test", "val", "train"):
+        for pair in list_pairs(root, folders[place]) if place in folders else []:
+            data = pair[0].read_bytes()
+            content = zlib.crc32(data), len(data)
+            part = place
+            if place == "train" and part_of(data) not in own:
+                part = part_of(data)
+            if content in seen:
+                copies += 1
+            else:
+                parts[part].append(pair)
+            seen.add(content)
+
+    line = ", ".join(f"{len(pairs)} {part}" for part, pairs in parts.items())
+    line = f"{root}: {line} images"
+    others = other_files(root, parts)
+    if others:
+        line += (f"; passed over: {len(others)} files, {copies} of them copies of images, "
+                 f"the first: {others[0]}")
+    if len(folders) == 1 and len(seen) < 50:
+        line += "; below 50 images, make the folders train, val and test"
+    if "val" in folders and "test" not in folders:
+        line += "; val is the test"
+        parts["test"] = parts["val"]
+    print0(line)
+    return parts
+
+
+def other_files(root, parts):
+    """List the files in root/images and root/annotations that no part has, except hidden files."""
+    used = set()
+    for pairs in parts.values():
+        for pair in pairs:
+            used.update(pair)
+    others = []
+    for kind in ("images", "annotations"):
+        for folder, _, names in os.walk(Path(root, kind), followlinks=True):
+            paths = {Path(folder, name) for name in names if name[0] != "."}
+            others += sorted(paths - used)
+    return others
+
+
+def class_names(args, classes, trees, first):
+    """Return the class names: of classes.txt, of the network, of CamVid, or numbers.
+
+    classes: the names of the network that is evaluated, or None. first: the value of class 0.
+    InputError unless the values of all masks are classes.
+    """
+    values = {}
+    for tree in trees:
+        add_values(values, tree.values)
+    found = sorted(value for value in values if first <= value < IGNORE)
+    if len(found) < 2 and (not classes or IGNORE in values):
+        raise InputError(f"{args.data_dir}: the masks have the values {sorted(values)}; "
+                         f"expected two classes or more, {first}, {first + 1}, ...; 255 is "
+                         f"ignored, so save a second class as {first + 1}")
+    largest = found[-1]
+    path = Path(args.data_dir, "classes.txt")
+    if path.exists():
+        lines = path.read_text("utf-8-sig").splitlines()
+        names = [line.strip() for line in lines if line.strip()]
+    elif classes:
+        names = list(classes)
+    elif args.data == "camvid" and args.num_classes == len(CAMVID_CLASSES):
+        names = CAMVID_CLASSES
+    else:
+        count = args.num_classes or largest + 1 - first
+        names = [f"class {k}" for k in range(count)]
+        missing = set(range(first, largest)).difference(found)
+        if missing and not args.num_classes:
+            raise InputError(f"no mask has the value {min(missing)}, but "
+                             f"{values[largest][1]} has {largest}; expected all values "
+                             f"from {first} to the largest, and 255 where no class is; "
+                             f"or list all classes in {path}")
+    if largest >= first + len(names):
+        raise InputError(f"{values[largest][1]} has the value {largest}; expected the "
+                         f"classes {first} to {first + len(names) - 1}, and 255 where "
+                         "no class is")
     return names
-
-
-def ade20k(root, split, num_classes=None, names=()):
-    """Load "training" or "validation" of ADE20K's layout as a SegTree: values 1 to K are classes.
-
-    num_classes: K (default: the number of names in classes.txt). names: the names of K classes if
-    there is no classes.txt.
-    """
-    classes = listed_classes(root)
-    if classes and num_classes not in (None, len(classes)):
-        raise InputError(f"--num_classes {num_classes}: {root}/classes.txt lists "
-                         f"{len(classes)} classes")
-    if not classes and len(names) == num_classes:
-        classes = names
-    elif not classes:
-        classes = [f"class {k}" for k in range(num_classes or 0)]
-    return SegTree(list_pairs(root, split), classes, value_of_class_0=1)
-
-
-def own_folder(root, parts, classes=None, seen=(), rules=None):
-    """Load parts of your own folder, root/images and root/annotations: a list of SegTrees.
-
-    parts: as in load_segmentation, "train" first: later parts have no copies of its images.
-    The value k is class k, and 255 is ignored; but if only 0 and 255 occur, 255 is class 1.
-    seen: `image_hashes` of images that trained the network or its backbone. All parts except
-    "train" leave them out.
-    For an evaluation only; a training has neither: classes, the network's class names, of which
-    some may be missing in the folder; rules, its MaskRules, which the folder must follow (None for
-    networks of an earlier version).
-    """
-    groups = mask_groups(root)
-    mask_paths = [file.mask_path for files in groups.values() for file in files]
-    values, palette = read_values(mask_paths, rules)
-    needs_every_class = False
-    if rules is None:
-        # In a training's masks, every class must occur. A network of an earlier version has no
-        # rules: masks of 0 and 255 fit it only if it has two classes.
-        needs_every_class = not classes or values == {0, IGNORE}
-        rules = rules_of_masks(values, palette)
-    else:
-        check_255(root, values, rules)
-    label_of_255 = IGNORE if rules.label_of_255 is None else rules.label_of_255
-    names = folder_classes(root, values, label_of_255, classes, needs_every_class)
-
-    seen = {*seen}
-    trees = []
-    for part in parts:
-        pairs, hashes = unseen_pairs(root, groups, part, seen)
-        if part == "train":                     # a copy of a training image is in no other part
-            seen.update(hashes)
-        tree = SegTree(pairs, names, label_of_255=label_of_255, hashes=hashes, rules=rules)
-        trees.append(tree)
-    return trees
-
-
-def mask_groups(root):
-    """List your own images with masks: {folder: [File]}, see data.images.choose_part."""
-    groups = {}
-    for part, path in part_folders(os.path.join(root, "images")).items():
-        split = os.path.basename(path) if part else ""
-        files = []
-        for image_path, mask_path in list_pairs(root, split):
-            files.append(File(image_path, Path(image_path).stem, mask_path=mask_path))
-        groups[part] = files
-    return groups
-
-
-def rules_of_masks(values, palette):
-    """Return the MaskRules of a training's masks. values: all their values. palette: bytes."""
-    if values == {0, IGNORE}:
-        label_of_255 = 1
-    elif IGNORE in values:
-        label_of_255 = IGNORE
-    else:
-        label_of_255 = None
-    return MaskRules(palette.hex(), label_of_255)
-
-
-def unseen_pairs(root, groups, part, seen):
-    """Return the pairs (image path, mask path) of a part, and the hashes of their images.
-
-    groups: `mask_groups`. seen: a set of `image_hashes`; all parts except "train" leave out the
-    images with a hash in it. InputError if no image is left.
-    """
-    files = choose_part(groups, part)
-    if not files:
-        raise InputError(f"--data_dir {root}: there are no images for the part {part!r}")
-    pairs = []
-    hashes = []
-    for file in files:
-        own_hashes = image_hashes(file.path, read_image(file.path))
-        if part == "train" or own_hashes.isdisjoint(seen):
-            pairs.append((file.path, file.mask_path))
-            hashes += sorted(own_hashes)
-    if not pairs:
-        raise InputError(f"--data_dir {root}: all images of the part {part!r} were used "
-                         f"in training, or are copies of training images")
-    return pairs, hashes
-
-
-def read_values(paths, rules):
-    """Read annotations. Returns the set of all their values, and their common palette.
-
-    rules: the MaskRules of a network's training, or None. InputError if palettes differ.
-    """
-    values = set()
-    palettes = {}                               # {palette: a file that has it}
-    if rules is not None:
-        palettes[bytes.fromhex(rules.palette)] = "the network's training masks"
-    for path in bar(paths, "reading annotations", leave=False):
-        stored, palette = read_annotation(path)
-        values.update(stored.unique().tolist())
-        palettes.setdefault(palette, path)
-    if len(palettes) > 1:
-        first, second, *_ = palettes.values()
-        raise InputError(f"{first} and {second} have different palettes; save all "
-                         f"annotations with one palette, or as grey images")
-    palette = next(iter(palettes), b"")         # b"": there are no annotations
-    return values, palette
-
-
-def check_255(root, values, rules):
-    """Raise InputError if the value 255 has another meaning than in the network's training.
-
-    values: all values of the masks in the folder `root`. rules: the MaskRules of the training.
-    """
-    start = f"--data_dir {root}: the annotations contain the values {sorted(values)[:9]}"
-    if rules.label_of_255 == 1 and {1, IGNORE} <= values:
-        raise InputError(f"{start}, but the network was trained on masks in which 255 is "
-                         f"class 1; expected the values 0 and 255")
-    if rules.label_of_255 is None and values == {0, IGNORE}:
-        raise InputError(f"{start}, but the network was trained on masks without 255; "
-                         f"expected 1 for class 1")
-
-
-def folder_classes(root, values, label_of_255, classes, needs_every_class):
-    """Return the class names of your own folder. InputError if the values do not fit.
-
-    values: all values of the annotations. label_of_255: the label of the value 255. classes: of the
-    network that is evaluated, or None. needs_every_class: whether every class must occur.
-    """
-    names = listed_classes(root)
-    labels = values - {IGNORE}
-    if IGNORE in values and label_of_255 != IGNORE:
-        labels = labels | {label_of_255}
-    count = 1 + max(labels, default=0)                  # the classes are numbered from 0
-    expected = len(classes or names) or count           # without any names, all values fit
-    if count > expected or (needs_every_class and count < expected):
-        raise InputError(f"--data_dir {root}: the annotations contain the values "
-                         f"{sorted(values)[:9]}, expected {expected} classes, 0 to "
-                         f"{expected - 1}")
-    return names or [f"value {k}" for k in range(expected)]
 
 
 # --- training views -------------------------------------------------------------------------------

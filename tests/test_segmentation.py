@@ -1,23 +1,30 @@
-"""Test images with a label for every pixel: transforms, random crops, and errors."""
+"""Test images with a label for every pixel: transforms, crops, parts of your own masks, errors."""
 
+import shutil
 from argparse import Namespace
+from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import ExifTags, Image
 
 from data import masks
 from common import InputError
-from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, MaskRules, TrainingViews, ade20k,
-                        finish_views, load_segmentation, own_folder, resize, scaled_size,
-                        training_view)
+from data.images import part_of
+from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, finish_views,
+                        load_segmentation, own_parts, resize, scaled_size, training_view)
 from data.rng import VIEW, uniform
 from data.shapes import render_scenes
 from runs import make_pairs
 from segmenter import SegmenterConfig
+
+
+def load(root, part="train", classes=None, data="folder", num_classes=0):
+    args = Namespace(data=data, data_dir=str(root), num_classes=num_classes, num_workers=0)
+    return load_segmentation([part], args, classes)[0]
 
 
 @pytest.fixture
@@ -28,8 +35,11 @@ def root(tmp_path):
 
 
 def test_labels_shift_and_unlabelled_pixels_are_ignored(root):
-    shifted = ade20k(root, "training", 150).label_of[[0, 1, 2, 150, 255]]
-    assert shifted.tolist() == [255, 0, 1, 149, 255]
+    values = np.zeros((60, 40), np.uint8)
+    values[0, :5] = [0, 1, 2, 150, 255]
+    Image.fromarray(values).save(root / "annotations" / "training" / "1.png")
+    label = load(root, data="ade20k", num_classes=150)[1][1]
+    assert label[0, :5].tolist() == [255, 0, 1, 149, 255]
 
 
 def test_sizes_follow_mmcvs_rule(monkeypatch):
@@ -119,37 +129,36 @@ def test_distortion_follows_the_position_and_leaves_padding_alone():
 
 
 def test_class_names_come_from_the_folder(root):
-    flags = Namespace(data="camvid", data_dir=root, num_classes=11)
-    assert load_segmentation(flags, ["test"])[0].classes == CAMVID_CLASSES
-    flags.data = "ade20k"                               # 11 other classes
-    assert load_segmentation(flags, ["test"])[0].classes == [f"class {k}" for k in range(11)]
+    assert load(root, "test", data="camvid", num_classes=11).classes == CAMVID_CLASSES
+    numbers = [f"class {k}" for k in range(11)]             # 11 other classes
+    assert load(root, "test", data="ade20k", num_classes=11).classes == numbers
     (root / "classes.txt").write_bytes("a\r\nb\r\nc\r\nd\r\n".encode("utf-8-sig"))
-    assert ade20k(root, "training").classes == ["a", "b", "c", "d"]
-    with pytest.raises(InputError, match="--num_classes 5"):
-        ade20k(root, "training", 5)
+    assert load(root, data="ade20k", num_classes=150).classes == ["a", "b", "c", "d"]
 
 
-def test_wrong_annotations_are_named(root):
-    path, label = root / "annotations" / "training" / "1.png", np.zeros((60, 40), np.uint8)
+def test_wrong_masks_are_named_before_training(root):
+    path = root / "annotations" / "training" / "1.png"
+    label = np.zeros((60, 40), np.uint8)
     for pixels, word in ((label[:50], "40 x 50"), (label.T, "60 x 40"), (label + 5, "the value 5"),
                          (np.dstack([label] * 3), "mode RGB"),
                          (label.astype(np.uint16), "mode I;16")):
         Image.fromarray(pixels).save(path)
         with pytest.raises(InputError, match=f"1.png.*{word}"):
-            ade20k(root, "training", 4)[1]
+            load(root, data="ade20k", num_classes=4)
     Image.fromarray(label).save(path, bits=4)               # Pillow multiplies values by 17
     with pytest.raises(InputError, match="mode L and 4 bits"):
-        ade20k(root, "training", 4)[1]
-    Image.fromarray(label + 255).save(path)  # 255 is ignored too
-    assert (ade20k(root, "training", 4)[1][1] == 255).all()
+        load(root, data="ade20k", num_classes=4)
+    Image.fromarray(label + 255).save(path)                 # 255 is ignored, too
+    assert (load(root, data="ade20k", num_classes=4)[1][1] == 255).all()
     path.unlink()
-    with pytest.raises(InputError, match="1.\\*"):
-        ade20k(root, "training", 4)
+    with pytest.raises(InputError, match="1.\\*; expected an image in images/training"):
+        load(root, data="ade20k", num_classes=4)
 
 
-# --- your own folder: an evaluation has the rules of the training ---------------------------------
+# --- your own masks -------------------------------------------------------------------------------
 
-RED_BLUE, BLUE_RED = ([0, 0, 0, 200, 40, 40, 40, 60, 210], [0, 0, 0, 40, 60, 210, 200, 40, 40])
+RED_BLUE = [0, 0, 0, 200, 40, 40, 40, 60, 210]
+BLUE_RED = [0, 0, 0, 40, 60, 210, 200, 40, 40]
 
 
 def make_masks(root, values, n=20, palette=None, images=range(1000), part=""):
@@ -169,65 +178,163 @@ def make_masks(root, values, n=20, palette=None, images=range(1000), part=""):
     return root
 
 
-def rules_of(root):
-    return own_folder(root, ["train"])[0].rules
+def stems(parts):
+    return {part: [Path(image).stem for image, _ in pairs] for part, pairs in parts.items()}
 
 
-def test_an_evaluation_has_the_trainings_palette(tmp_path):
-    rules = rules_of(make_masks(tmp_path / "train", [0, 1, 2], palette=RED_BLUE))
-    classes = [f"value {k}" for k in range(3)]
-    same = make_masks(tmp_path / "same", [0, 1, 2], palette=RED_BLUE)
-    other = make_masks(tmp_path / "other", [0, 2, 1], palette=BLUE_RED)
-    grey = make_masks(tmp_path / "grey", [0, 1, 2])
-    assert len(own_folder(same, ["all"], classes, rules=rules)[0]) == 20
-    for root in (other, grey):
-        with pytest.raises(InputError, match="training masks and .*different palettes"):
-            own_folder(root, ["all"], classes, rules=rules)
-    assert rules_of(grey) == MaskRules("", None)
+def test_bytes_of_an_image_decide_its_part(tmp_path, capsys):
+    root = make_masks(tmp_path / "a", [0, 1], n=60)
+    found = stems(own_parts(root))
+    for part, names in found.items():
+        files = [root / "images" / f"{name}.png" for name in names]
+        assert names and {part_of(file.read_bytes()) for file in files} == {part}
+    assert sum(map(len, found.values())) == 60
+    counts = ", ".join(f"{len(found[part])} {part}" for part in ("train", "val", "test"))
+    assert capsys.readouterr().out == f"{root}: {counts} images\n"
+    for kind in ("images", "annotations"):                          # new names change nothing
+        for path in (root / kind).iterdir():
+            path.rename(path.with_stem(f"new{path.stem}"))
+    renamed = {part: [f"new{name}" for name in names] for part, names in found.items()}
+    assert stems(own_parts(root)) == renamed
 
 
-def test_an_evaluation_has_the_trainings_255(tmp_path):
-    two = ["value 0", "value 1"]
-    roots = {name: make_masks(tmp_path / name, values) for name, values in dict(
-        plain=[0, 1], ignored=[0, 1, 255], binary=[0, 255], zero=[0]).items()}
-    rules = {name: rules_of(roots[name]) for name in ("plain", "ignored", "binary")}
-    assert [rules[name].label_of_255 for name in rules] == [None, 255, 1]
-
-    def labels(root, rule):
-        tree, = own_folder(roots[root], ["all"], two, rules=rules[rule])
-        return tree[0][1].unique().tolist()
-    assert labels("binary", "binary") == labels("plain", "binary") == [0, 1]
-    assert labels("zero", "binary") == [0]
-    assert labels("binary", "ignored") == [0, 255]      # not class 1, as the folder alone suggests
-    assert labels("ignored", "plain") == [0, 1, 255]
-    for root, rule, word in (("ignored", "binary", "in which 255 is class 1"),
-                             ("binary", "plain", "without 255")):
-        with pytest.raises(InputError, match=word):
-            labels(root, rule)
+def test_folders_are_parts_as_they_are(tmp_path, capsys):
+    root = tmp_path / "a"
+    for part, images in dict(Training=range(30), validation=[40, 41]).items():
+        make_masks(root, [0, 1], len(images), images=images, part=part)
+    parts = own_parts(root)
+    assert [len(parts[part]) for part in ("train", "val")] == [30, 2]
+    assert parts["test"] == parts["val"]
+    assert capsys.readouterr().out.endswith(" images; val is the test\n")
+    make_masks(root, [0, 1], 3, images=[50, 51, 52], part="test")
+    assert [len(pairs) for pairs in own_parts(root).values()] == [30, 2, 3]
+    for kind in ("images", "annotations"):              # a tenth of train/ becomes the part val
+        shutil.rmtree(root / kind / "validation")
+    counts = [len(pairs) for pairs in own_parts(root).values()]
+    assert sum(counts[:2]) == 30 and counts[1] > 0 and counts[2] == 3
 
 
-def test_copies_of_training_images_are_not_held_out(tmp_path):
-    """val/ and test/ contain copies of images in train/."""
+def test_copies_of_test_images_are_not_trained_on(tmp_path, capsys):
+    """val/ and test/ contain copies of images in train/; one copy has another name."""
     root = tmp_path / "mine"
     for part, images in dict(train=range(9), val=[1, 20, 2, 21], test=[3, 22]).items():
         make_masks(root, [0, 1], len(images), images=images, part=part)
-    trees = own_folder(root, ["train", "val", "test"])
-    pixels = [[int(image[0, 0, 0]) for image, _ in tree] for tree in trees]
-    assert [sorted(part) for part in pixels] == [[*range(9)], [20, 21], [22]]
-    assert len(own_folder(root, ["all"])[0]) == 2               # what training saw is not known
-    copies = tmp_path / "copies"
-    for part in ("train", "val", "test"):
-        make_masks(copies, [0, 1], 5, part=part)
-    with pytest.raises(InputError, match="'val' were used in training, or are copies"):
-        own_folder(copies, ["train", "val"])
+    parts = own_parts(root)
+    assert [len(parts[part]) for part in ("train", "val", "test")] == [6, 4, 2]
+    said = capsys.readouterr().out
+    assert "passed over: 6 files, 3 of them copies of images, the first: " in said
 
 
-def test_data_sets_need_their_folder_and_classes(tmp_path):
-    flags = Namespace(data="folder", data_dir=None, num_classes=None)
-    for data in ("folder", "camvid", "ade20k"):
-        flags.data = data
-        with pytest.raises(InputError, match=f"--data {data} needs --data_dir"):
-            load_segmentation(flags, ["test"])
-    flags = Namespace(data="folder", data_dir=make_masks(tmp_path / "a", [0, 1]), num_classes=3)
-    with pytest.raises(InputError, match="--num_classes 3: .* has 2 classes"):
-        load_segmentation(flags, ["train"])
+def test_other_files_are_counted_in_one_line(tmp_path, capsys):
+    root = make_masks(tmp_path / "a", [0, 1])
+    (root / "images" / "Extra").mkdir()
+    (root / "images" / "Extra" / "1.png").write_bytes(b"")
+    (root / "annotations" / "00.tif").write_bytes(b"")
+    (root / "images" / ".hidden").write_bytes(b"")
+    own_parts(root)
+    said = capsys.readouterr().out
+    first = root / "images" / "Extra" / "1.png"
+    assert f"passed over: 2 files, 0 of them copies of images, the first: {first}" in said
+    assert "below 50 images, make the folders train, val and test" in said
+    (root / "images" / "00.png").unlink()
+    (root / "images" / "00.png").symlink_to("nowhere")
+    with pytest.raises(InputError, match="00.png is a link that leads nowhere"):
+        own_parts(root)
+
+
+@pytest.mark.parametrize("values, labels, classes", [
+    ([0, 1], [0, 1], 2), ([0, 1, 255], [0, 1, 255], 2), ([0, 1, 2], [0, 1, 2], 3)])
+def test_the_value_k_is_class_k(tmp_path, values, labels, classes):
+    train = load(make_masks(tmp_path / "a", values))
+    assert len(train.classes) == classes and train[0][1].unique().tolist() == labels
+
+
+def test_values_that_are_no_classes_are_errors(tmp_path):
+    for values, words in (([0, 255], r"the masks have the values \[0, 255\]"),
+                          ([0, 0], r"the masks have the values \[0\]"),
+                          ([0, 1, 3], "no mask has the value 2, but .*png has 3"),
+                          ([0, 1, 2, 254], "no mask has the value 3, but .*png has 254")):
+        root = make_masks(tmp_path / str(values), values)
+        with pytest.raises(InputError, match=words):
+            load(root)
+    assert len(load(tmp_path / "[0, 1, 3]", num_classes=4).classes) == 4
+
+
+def test_classes_txt_names_every_class(tmp_path, capsys):
+    root = make_masks(tmp_path / "a", [0, 1, 2])
+    write = (root / "classes.txt").write_text
+    write("Boden\r\nW\u00fcrfel\r\nKreis", "utf-8-sig")
+    assert load(root).classes == ["Boden", "W\u00fcrfel", "Kreis"]
+    write("a\nb\nc\nd")
+    assert load(root).classes == ["a", "b", "c", "d"]
+    assert "no train image contains 1 of 4 classes: d" in capsys.readouterr().out
+    write("a\nb")
+    with pytest.raises(InputError, match="png has the value 2; expected the classes 0 to 1"):
+        load(root)
+
+
+def test_an_evaluated_folder_has_the_networks_classes(tmp_path):
+    five = [f"class {k}" for k in range(5)]
+    root = make_masks(tmp_path / "a", [0, 1], part="test")          # some classes may be missing
+    tree = load(root, "test", five)
+    assert tree.classes == five and len(tree) == 20
+    with pytest.raises(InputError, match="the value 1; expected the classes 0 to 0"):
+        load(root, "test", five[:1])
+
+
+def test_palettes_must_agree_across_files(tmp_path):
+    root = make_masks(tmp_path / "a", [0, 1, 2], palette=RED_BLUE)
+    train = load(root)
+    assert [colour for colour, _ in train.values.values()] == ["#000000", "#c82828", "#283cd2"]
+    other = root / "annotations" / "04.png"
+    for palette in (BLUE_RED, None):
+        shutil.rmtree(tmp_path / "b", ignore_errors=True)
+        make_masks(tmp_path / "b", [0, 1, 2], n=1, palette=palette)
+        shutil.copy(tmp_path / "b" / "annotations" / "00.png", other)
+        with pytest.raises(InputError, match="png have different palettes: the value [01] is #"):
+            load(root)
+    shutil.rmtree(tmp_path / "b")
+    make_masks(tmp_path / "b", [0, 0, 0], n=1, palette=RED_BLUE[:3])    # colours that do not occur
+    shutil.copy(tmp_path / "b" / "annotations" / "00.png", other)
+    assert load(root).values == train.values
+
+
+def test_masks_of_ade20ks_layout_have_one_palette(tmp_path):
+    make_masks(tmp_path, [1, 2], palette=RED_BLUE, part="training")
+    make_masks(tmp_path, [1, 2], palette=BLUE_RED, part="validation")
+    args = Namespace(data="ade20k", data_dir=str(tmp_path), num_classes=2, num_workers=0)
+    assert load_segmentation(["train"], args)[0].classes == ["class 0", "class 1"]
+    with pytest.raises(InputError, match="different palettes: the value 1"):
+        load_segmentation(["train", "val"], args)
+
+
+def test_masks_find_their_photos(tmp_path):
+    root = make_masks(tmp_path / "a", [0, 1], n=6)
+    for path in (root / "annotations").glob("*.png"):
+        path.rename(path.with_suffix(".PNG"))               # as Windows writes them
+    assert sum(map(len, own_parts(root).values())) == 6
+    Image.new("L", (16, 16), 78).save(root / "annotations" / "alone.png")
+    with pytest.raises(InputError, match=r"1 files have no partner.*alone\.\*"):
+        own_parts(root)
+
+
+def test_phone_photos_and_their_masks_are_upright(tmp_path):
+    for kind in ("images", "annotations"):
+        (tmp_path / kind / "train").mkdir(parents=True)
+    upright = np.zeros((48, 32, 3), np.uint8)
+    upright[:20, :16] = 255
+    for orientation, turn in ((3, Image.ROTATE_180), (6, Image.ROTATE_90), (8, Image.ROTATE_270)):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        lying = Image.fromarray(upright).transpose(turn)
+        lying.save(tmp_path / f"images/train/{orientation}.jpg", exif=exif, quality=95)
+        mask = Image.fromarray(upright[..., 0] // 255)
+        mask.save(tmp_path / f"annotations/train/{orientation}.png")
+    mask = lying.convert("L").point(lambda value: value // 255)         # like its photo
+    mask.save(tmp_path / f"annotations/train/{orientation}.png", exif=exif)
+    tree = load(tmp_path)
+    assert len(tree) > 0
+    for image, label in tree:
+        assert image.shape[1:] == label.shape == (48, 32)
+        assert (image[0].int() - 255 * label.int()).abs().max() < 30
+        assert torch.equal(label.bool(), torch.from_numpy(upright[..., 0]).bool())
