@@ -47,7 +47,7 @@ from data.images import image_batches
 from data.masks import (IGNORE, TrainingViews, add_values, finish_views,
                         load_segmentation)
 from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
-from models import MODELS, SIZES, load_classifier
+from models import SIZES, load_classifier
 from segmenter import (SCORES, Segmenter, SegmenterConfig, backbone_settings,
                        check_windows, evaluate, load_encoder, segmenter_from_checkpoint)
 
@@ -168,7 +168,9 @@ def evaluation_table(chosen):
         eval_only=([], "evaluate these runs or files on the same images"),
         data=(data, "data set; without this flag as in the training", tuple(RECIPES)))
     if data != "shapes":
-        data_dir = trained.get("data_dir") or "masks"
+        data_dir = RECIPES[data].get("data_dir", "masks")
+        if data == trained["data"]:
+            data_dir = trained["data_dir"]
         table["data_dir"] = (data_dir, "folder of the test images")
         table["num_workers"] = FILES["num_workers"]
     return table | EVALUATION
@@ -297,12 +299,11 @@ def load_backbone(args):
         classifier = load_classifier(common.load(args.backbone))
         return backbone_settings(classifier.config), classifier
     architecture, size = SIZES[args.model]
-    _, Config = MODELS[architecture]
     layers = common.parse_layers(args.rpc_layers, size["depth"])
     pap = {name: getattr(args, name) for name in default_settings(args.attn)}
-    config = Config(**size, image_size=args.size, patch_size=args.patch_size,
-                    attn=args.attn, rpc_layers=layers, pap=pap)
-    return backbone_settings(config), None
+    encoder = dict(architecture=architecture, patch_size=args.patch_size, attn=args.attn,
+                   rpc_layers=layers, pap=pap)
+    return encoder | size, None
 
 
 def main():
@@ -326,7 +327,11 @@ def main():
         common.check_new_run(args.out_dir)
     args.window = args.window or args.size
     args.stride = args.stride or args.window
-    check_windows(args.window, args.stride, encoder["patch_size"])
+    patch_size = encoder["patch_size"]
+    if args.size % patch_size:
+        raise InputError(f"--size {args.size}: expected a multiple of the patch size "
+                         f"{patch_size}")
+    check_windows(args.window, args.stride, patch_size)
 
     # Data. For your own images, the part val chooses best.pt. Otherwise it chooses nothing.
     train, val = load_segmentation(["train", "val"], args)

@@ -50,7 +50,9 @@ def load_segmentation(parts, args, classes=None):
     All files are read once, so an error in a file is found before the first step.
     """
     if args.data == "shapes":
-        return [Scenes(part, args.num_images, args.size) for part in parts]
+        few = max(args.num_images // 10, 1)
+        number = dict(train=args.num_images, val=few, test=few)
+        return [Scenes(part, number[part], args.size) for part in parts]
     if args.data == "folder":
         first = 0
         pairs = own_parts(args.data_dir)
@@ -77,16 +79,12 @@ def load_segmentation(parts, args, classes=None):
 
 
 class Scenes(TensorDataset):
-    """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored.
-
-    num_images: of the part "train"; the other parts have a tenth as many.
-    """
+    """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
     num_workers = 0
     values = {}                                 # as in SegTree
 
     def __init__(self, part, num_images, size):
-        count = num_images if part == "train" else max(num_images // 10, 1)
-        scenes = load_shapes(part, count, size)
+        scenes = load_shapes(part, num_images, size)
         self.images = scenes.images
         self.labels = scenes.masks
         self.classes = ["background", *scenes.classes]

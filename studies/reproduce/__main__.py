@@ -123,8 +123,8 @@ class Plan:
             more += ["--rpc_layers", "0-3" if paper else "0"] * (kind == "rpc4")
         elif part == "seg":
             script = "train_seg.py"
-            if paper:
-                more += ["--backbone", self.out / f"{kind}_s{seed}"]
+            if paper:                                   # the backbone decides the attention
+                more = ["--seed", seed, "--backbone", self.out / f"{kind}_s{seed}"]
         elif part == "small" and kind != "symmetric":                   # fine-tune
             part = "tuned"
             more += ["--init_from", self.out / f"small_symmetric_s{seed}/last.pt"]
