@@ -72,7 +72,7 @@ def load_segmentation(parts, args, classes=None):
         trees[part].classes = names
         occurring = trees[part].values
         missing = [name for k, name in enumerate(names, first) if k not in occurring]
-        if missing:
+        if missing and pairs[part]:
             print0(f"no {part} image contains {len(missing)} of {len(names)} classes: "
                    f"{', '.join(missing[:9])}")
     return [trees[part] for part in parts]
@@ -234,8 +234,8 @@ def own_parts(root):
     line = f"{root}: {line} images"
     others = other_files(root, parts)
     if others:
-        line += (f"; passed over: {len(others)} files, {copies} of them copies of images, "
-                 f"the first: {others[0]}")
+        line += (f"; passed over: {len(others)} files ({copies} images are copies), the "
+                 f"first: {others[0]}")
     if len(folders) == 1 and len(seen) < 50:
         line += "; below 50 images, make the folders train, val and test"
     if "val" in folders and "test" not in folders:
@@ -269,7 +269,7 @@ def class_names(args, classes, trees, first):
     for tree in trees:
         add_values(values, tree.values)
     found = sorted(value for value in values if first <= value < IGNORE)
-    if len(found) < 2 and (not classes or IGNORE in values):
+    if len(found) < 2 and (not classes or not found or IGNORE in values):
         raise InputError(f"{args.data_dir}: the masks have the values {sorted(values)}; "
                          f"expected two classes or more, {first}, {first + 1}, ...; 255 is "
                          f"ignored, so save a second class as {first + 1}")

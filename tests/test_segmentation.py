@@ -222,7 +222,7 @@ def test_copies_of_test_images_are_not_trained_on(tmp_path, capsys):
     parts = own_parts(root)
     assert [len(parts[part]) for part in ("train", "val", "test")] == [6, 4, 2]
     said = capsys.readouterr().out
-    assert "passed over: 6 files, 3 of them copies of images, the first: " in said
+    assert "passed over: 6 files (3 images are copies), the first: " in said
 
 
 def test_other_files_are_counted_in_one_line(tmp_path, capsys):
@@ -234,7 +234,7 @@ def test_other_files_are_counted_in_one_line(tmp_path, capsys):
     own_parts(root)
     said = capsys.readouterr().out
     first = root / "images" / "Extra" / "1.png"
-    assert f"passed over: 2 files, 0 of them copies of images, the first: {first}" in said
+    assert f"passed over: 2 files (0 images are copies), the first: {first}" in said
     assert "below 50 images, make the folders train, val and test" in said
     (root / "images" / "00.png").unlink()
     (root / "images" / "00.png").symlink_to("nowhere")
