@@ -76,6 +76,14 @@ def test_padding_changes_no_other_token(causal, padding):
     assert k.grad.isfinite().all() and (k.grad.transpose(1, 2)[~keep] == 0).all()
 
 
+def test_part_of_the_heads_gets_the_numbers_of_all():
+    k, v = torch.randn(2, 3, 4, 9, 8, generator=torch.Generator().manual_seed(0)).double()
+    whole = rpc_attention(3 * k, v)
+    half = rpc_attention(3 * k[:, :2], v[:, :2], mu_dim="head", lambd=4.0 * 4)
+    torch.testing.assert_close(half, whole[:, :2], atol=1e-12, rtol=0)
+    assert not torch.allclose(rpc_attention(3 * k[:, :2], v[:, :2]), half)
+
+
 # --- nanoGPT --------------------------------------------------------------------------------------
 
 NANO = """import torch
@@ -179,15 +187,16 @@ def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
     train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss)
 
 
-@pytest.mark.parametrize("name", ["Bert", "Dinov2", "GPT2", "Llama", "OPT", "ViT"])
+@pytest.mark.parametrize("name", ["Bert", "Dinov2", "GPT2", "LayoutLM", "Llama", "MarkupLM",
+                                  "OPT", "Splinter", "ViT"])
 def test_transformers_families_call_it_with_their_own_mask(transformers, name, monkeypatch):
-    """With softmax attention in place of PAP, each family equals sdpa, also with padding."""
+    """With softmax attention in place of PAP, each family equals its own attention, also with padding."""
     sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=4, intermediate_size=64, ffn_dim=64, word_embed_proj_dim=32,
                  image_size=32, patch_size=8, pad_token_id=0)
     config = getattr(transformers, f"{name}Config")
     config = config(**{k: v for k, v in sizes.items() if hasattr(config(), k)})
-    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="sdpa")
+    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager")
     inputs, shown, calls = dict(pixel_values=torch.rand(2, 3, 32, 32)), slice(None), []
     if hasattr(config, "vocab_size"):
         shown = torch.ones(2, 12, dtype=torch.bool)
@@ -354,10 +363,11 @@ def test_evaluator_attacks_the_examples(library, tmp_path, monkeypatch):
     source = (EXAMPLES / f"{library}_rpc.py").read_text()
     snippet = re.search(r"^(?:class|def) .*?(?=\n\n)", section(library)[0], re.M | re.S)[0]
     assert snippet in source
-    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: load_shapes(
-        "test", 9, flags["image_size"]))
-    call(eval_robust.main, "--data shapes --limit 2 --measures clean adaptive_pgd --eps 2/255 "
-         "--steps 1 --device cpu --model", [EXAMPLES / f"{library}_rpc.py:build"], out_dir=tmp_path)
+    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device, classes:
+                        load_shapes("test", 9, flags.image_size))
+    names = executed(source)
+    call(names["main"], "--limit 2 --measures clean adaptive_pgd --eps 2/255 --steps 1 "
+         "--device cpu --out_dir", [tmp_path])
     assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
-    model = executed(source)["build"]().eval()
+    model = names["build"]().eval()
     assert pap_steps(model, torch.rand(1, 3, 32, 32)) == 4     # adaptive attacks change this PAP

@@ -1,9 +1,13 @@
-"""A timm ViT with RPC-Attention, for eval_robust.py --model THIS_FILE:build."""
+"""Evaluate a timm ViT with RPC-Attention: python -m docs.examples.timm_rpc --measures clean pgd"""
+
+import sys
 
 import timm
 from torch import nn
 from torchvision.transforms.v2 import Normalize
 
+import common
+import eval_robust
 from attention import rpc_attention
 
 
@@ -25,3 +29,11 @@ def build():
                             num_classes=10)
     # Load your weights here: vit.load_state_dict(torch.load("my_vit.pt"))
     return nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), vit)
+
+
+def main():
+    eval_robust.evaluate_networks({"timm": build()}, ["--data", "shapes", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,4 +1,6 @@
-"""A Hugging Face ViT with RPC-Attention, for eval_robust.py --model THIS_FILE:build."""
+"""Evaluate a Hugging Face ViT with RPC-Attention: python -m docs.examples.transformers_rpc"""
+
+import sys
 
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from transformers import (AttentionInterface, AttentionMaskInterface, ViTConfig,
                           ViTForImageClassification)
 from transformers.masking_utils import sdpa_mask
 
+import common
+import eval_robust
 from attention import rpc_attention
 
 
@@ -18,7 +22,9 @@ IGNORED = {"scaling", "sliding_window", "position_ids", "cache_position", "use_c
 
 def rpc(module, query, key, value, attention_mask, dropout=0.0, is_causal=None, q=None, **others):
     name = type(module).__name__
-    causal = module.is_causal if is_causal is None else is_causal
+    causal = is_causal
+    if causal is None:                      # a module without is_causal: as in sdpa
+        causal = getattr(module, "is_causal", attention_mask is None)
     for keyword, setting in others.items():
         if setting is not None and keyword not in IGNORED:
             raise ValueError(f"{name} passes {keyword}, which RPC-Attention does not support")
@@ -31,16 +37,21 @@ def rpc(module, query, key, value, attention_mask, dropout=0.0, is_causal=None, 
         raise ValueError(f"{name}: RPC-Attention has no cross-attention")
     keep = None
     if attention_mask is not None:          # (B, 1, N, N): True where a token may attend
-        keep = attention_mask[:, 0, -1]     # (B, N): False is padding
+        allowed = attention_mask
+        biased = attention_mask.new_zeros((), dtype=torch.bool)
+        if attention_mask.dtype != torch.bool:                  # 0, or a large negative number
+            allowed = attention_mask == 0
+            biased = (~allowed & (attention_mask > -1e4)).any()
+        keep = allowed[:, 0, -1]            # (B, N): False is padding
         seen = keep[:, None, None].expand(-1, -1, len(keep[0]), -1)         # what we compute
         if causal:
             seen = seen.tril()
-        same = (attention_mask == seen).all()
-        problem = ("the mask is not a bool mask of padding, causal in a causal model: "
+        same = (allowed == seen).all() & ~biased
+        problem = ("the mask is not a mask of padding, causal in a causal model: "
                    "RPC-Attention has no windows, packing, prefixes and other masks")
-        if attention_mask.dtype == torch.bool and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             torch._assert_async(same, problem)                              # checked at run time
-        elif attention_mask.dtype != torch.bool or not same:
+        elif not same:
             raise ValueError(problem)
     h = rpc_attention(key, value, q=q, causal=causal, dropout_p=dropout, keep=keep,
                       **getattr(module, "pap", {}))
@@ -72,3 +83,11 @@ def build():
             layer.pap = {}
     # Or your own: ViTForImageClassification.from_pretrained(FOLDER, attn_implementation="rpc")
     return nn.Sequential(Normalize([0.5] * 3, [0.5] * 3), Logits(vit))
+
+
+def main():
+    eval_robust.evaluate_networks({"transformers": build()}, ["--data", "shapes", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    common.run(main)

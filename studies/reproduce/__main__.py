@@ -200,7 +200,7 @@ def ours(rows, table, column):
         return last[0][{"top-1": "top1", "loss": "loss"}[column]] if last else None
     if table == "table3":
         kind, split = ["sliding", *column.split()][-2:]
-        return next((r[kind] for r in rows if r.get("measure") == f"perplexity {split}"), None)
+        return next((r[kind] for r in rows if kind in r and r["measure"] == split), None)
 
     corrupted = {r["name"]: r for r in rows if r.get("name") in NAMES}
     measure, field = PLAIN.get(column, ("", ""))

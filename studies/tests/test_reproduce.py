@@ -52,7 +52,7 @@ def test_differences_are_paired_by_seed():
 def test_columns_find_their_budget_and_split():
     rows = [row("a", 0, "pgd", eps=f"{e}/255", top1=t, top5=t) for t, e in ((9.0, 6), (50.0, 1))]
     assert reproduce.ours(rows, "table2", "PGD top-1") == 9.0           # the largest budget
-    rows = [row("a", 0, "perplexity", measure=f"perplexity {split}", sliding=x, attacked=x + 9)
+    rows = [dict(network="out/a_s0", measure=split, sliding=x, attacked=x + 9)
             for split, x in (("valid", 30.0), ("test", 40.0))]
     assert [reproduce.ours(rows, "table3", column) for column in ("valid", "attacked test")] == [
         30, 49]
