@@ -115,19 +115,14 @@ RECIPES = dict(
 SHIPPED = ("rpc", "softmax", "symmetric")
 
 # The flags of --eval_only, besides those that name the data.
-EVALUATION = dict(
-    window=SETTINGS["window"],
-    stride=SETTINGS["stride"],
+EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "device")} | dict(
     severities=([1, 2, 3, 4, 5], "severities of the corruptions; without a number "
                 "clean images only", (1, 5)),
     limit=(0, "number of test images; 0: all, but only 320 corrupted scenes"),
     frost_dir=("", "folder of ImageNet-C's photographs of frost; without this flag "
                "synthetic frost"),
-    seed=SETTINGS["seed"],
     out_dir=("", "folder of the new results.jsonl; without this flag out/eval_<time>"),
-    device=SETTINGS["device"],
 )
-DATA = "data set; without this flag folder, your own images, if --data_dir is given"
 
 
 def make_table(chosen):
@@ -136,19 +131,23 @@ def make_table(chosen):
     recipe = RECIPES[data]
     attn = chosen.get("attn") or recipe.get("attn", "rpc")
     backbone = chosen["backbone"] or "none"
-    choices = sorted(ATTENTIONS | LAYER_PATTERNS)       # at this moment: a study can add its own
     encoder = ENCODER | attention_flags(attn)
     ignored = encoder.keys() if backbone != "none" else set()       # the backbone decides them
     if data == "shapes" and not chosen["backbone"]:
+        if attn not in SHIPPED:
+            raise InputError(f"--attn {attn}: there is no classifier shapes_{attn}.pt in "
+                             "weights/; add --backbone RUN, a run of train_cls.py, or "
+                             "--backbone none")
         backbone = str(Path(__file__).with_name("weights") / f"shapes_{attn}.pt")
-        choices = SHIPPED
         ignored = encoder.keys() - {"attn"}
     own = SCENES if data == "shapes" else FILES
     table = common.with_recipe(SETTINGS | encoder | own, recipe)
-    table["attn"] = (attn, table["attn"][1], choices)
+    attentions = sorted(ATTENTIONS | LAYER_PATTERNS)    # at this moment: a study can add its own
+    table["attn"] = (attn, table["attn"][1], attentions)
     table["backbone"] = (backbone, table["backbone"][1])
     first = dict(
-        data=(data, f"{DATA}, else shapes", tuple(RECIPES)),
+        data=(data, "data set; without this flag folder, your own images, if "
+              "--data_dir is given, else shapes", tuple(RECIPES)),
         resume=("", "continue the run in this folder; with --help: the flags for it"),
         eval_only=([], "evaluate these runs or files instead of training; with --help: "
                    "the flags for it"))

@@ -311,9 +311,9 @@ def test_a_data_set_has_only_its_flags():
 
 
 @pytest.mark.parametrize("attn", ["rpc_asym", "scaled_s"])
-def test_an_attention_without_classifier_needs_random_weights(attn):
+def test_an_attention_without_classifier_names_the_remedy(attn):
     run = "--num_images 40 --max_steps 1 --attn"
-    assert "invalid choice" in bad(run, [attn])
+    assert f"shapes_{attn}.pt in weights/; add --backbone RUN" in bad(run, [attn])
     if attn == "scaled_s":
         assert "needs a fixed number of tokens" in bad(run, [attn], "--backbone none")
     else:
