@@ -115,8 +115,9 @@ DATASETS = dict(shapes=shapes, cifar10=cifar10, imagenet=imagenet, folder=folder
 def load_part(part, args, device, classes=None):
     """Load a part of the data set args.data: a Split on the device, or a Dataset of files."""
     data = DATASETS[args.data](part, args, device, classes)
-    if isinstance(data, Split) and data.images.dtype != torch.uint8:
-        raise InputError(f"--data {args.data} loads images of {data.images.dtype}; "
+    images = data.images if isinstance(data, Split) else data[0, 0][0]
+    if images.dtype != torch.uint8:                     # floats would be divided by 255
+        raise InputError(f"--data {args.data} loads images of {images.dtype}; "
                          "expected torch.uint8, 0 to 255")
     return data
 

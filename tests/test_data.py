@@ -1,21 +1,22 @@
-"""Test scenes, CIFAR-10, ImageNet's layout and broken files; compare crops with PIL."""
+"""Test random numbers, scenes, CIFAR-10, ImageNet's layout, and crops, which PIL repeats."""
 
-import os
-import sys
+import math
+import pickle
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 import common
 from common import InputError
-from data import images as data
-from data.datasets import DATASETS, DataSource, load_data, load_part
-from data.images import (ImageTree, Split, central_square, fingerprint, image_batches,
-                         read_image)
-from data.rng import RANDOM_CROP, uniform
+from data import datasets, rng
+from data.datasets import DATASETS, ImageFiles, data_crc, load_batches, load_part
+from data.images import Split, central_square, read_image
+from data.rng import DROPOUT, RANDOM_CROP, batch_pairs, seed_from, uniform
 from data.shapes import load_shapes, render_scenes
 
 
@@ -55,10 +56,14 @@ def test_scenes_do_not_depend_on_their_batch():
     assert not torch.equal(images, render_scenes(index, 32, seed=4)[0])
 
 
-def test_splits_of_scenes_are_disjoint():
-    parts = [load_shapes(split, 200) for split in ("train", "test")]
-    assert len({image.numpy().tobytes() for part in parts for image in part.images}) == 400
+def test_parts_of_scenes_are_disjoint():
+    """Their numbers are so far apart that no part reaches another one."""
+    parts = [load_shapes(part, 200) for part in ("train", "val", "test")]
+    assert len({image.numpy().tobytes() for part in parts for image in part.images}) == 600
     assert torch.equal(parts[0].images, render_scenes(torch.arange(200))[0])
+    args = Namespace(data="shapes", num_images=40, image_size=16)
+    sizes = [len(load_part(part, args, "cpu").labels) for part in ("train", "val", "test")]
+    assert sizes == [40, 8, 8]
 
 
 def test_scenes_do_not_change_between_versions():
@@ -76,79 +81,16 @@ def test_scenes_do_not_change_between_versions():
     assert (masks.flatten().bincount() - torch.tensor(pixels)).abs().max() < 10
 
 
-def test_holdout_holds_scenes_out():
-    args = Namespace(data="shapes", data_dir=None, num_images=40, image_size=16)
-    for args.holdout, counts in ((0, [40, 8]), (39, [1, 39]), (5, [35, 5])):
-        assert [len(split.labels) for split in load_data(args, "cpu")] == counts
-
-
-def test_holdout_has_no_copies_of_training_images(monkeypatch):
-    """Twenty different images, each four times, with 0 to 255 in memory."""
-    different = load_shapes("train", 20, 16)
-
-    def copies(part, args):
-        index = torch.arange(80) % 20
-        return Split(different.images[index], different.labels[index], different.classes)
-
-    monkeypatch.setitem(DATASETS, "copies", DataSource(copies, {}))
-    args = Namespace(data="copies", data_dir=None, holdout=60)
-    train, val = load_data(args, "cpu")
-    hashes = [{image.numpy().tobytes() for image in part.images} for part in (train, val)]
-    assert len(train.labels) == 20 and 0 < len(val.labels) < 60
-    assert not hashes[0] & hashes[1]
-    args.holdout = 1
-    with pytest.raises(InputError, match="--holdout 1: all held-out images are copies"):
-        load_data(args, "cpu")
-
-
 def test_own_data_sets_are_uint8(monkeypatch):
     """Floats in [0, 1] would be divided by 255."""
     class Floats(torch.utils.data.Dataset):
-        labels, classes, hashes, files = torch.arange(2), ["a", "b"], [], []
-
         def __getitem__(self, key):
             return torch.rand(3, 8, 8), 0, key[0]
 
-    def split(part, args):
-        return Split(torch.rand(2, 3, 8, 8), torch.arange(2), ["a", "b"])
-
-    def dataset(part, args):
-        return Floats()
-
-    for load in (split, dataset):
-        monkeypatch.setitem(DATASETS, "floats", DataSource(load, {}))
+    for found in (Split(torch.rand(2, 3, 8, 8), torch.arange(2), ["a", "b"]), Floats()):
+        monkeypatch.setitem(DATASETS, "floats", lambda *args: found)
         with pytest.raises(InputError, match="--data floats loads images of torch.float32; expec"):
-            load_part("train", dict(data="floats"), "cpu")
-
-
-def test_a_tree_stores_class_and_name_apart(tree_dir):
-    """An array of whole paths would need many times as much memory."""
-    deep = tree_dir / ("folder" * 20)
-    deep.mkdir()
-    (tree_dir / "val").rename(deep / "val")
-    tree = ImageTree(deep, "val", size=24)
-    assert tree.names.nbytes <= len("n01_0.JPEG") * len(tree)
-    assert tree.files == sorted(map(str, (deep / "val").rglob("*.JPEG")))
-    assert tree.path(3) == tree.files[3]
-    assert tree.sizes.tolist() == [os.path.getsize(path) for path in tree.files]
-
-
-def test_a_fingerprint_uses_the_sizes_of_the_listing(tree_dir, monkeypatch):
-    tree = ImageTree(tree_dir, "train")
-    before = fingerprint(tree)
-    monkeypatch.delattr(os.path, "getsize")
-    assert fingerprint(tree) == before
-    tree.sizes[3] += 1
-    assert fingerprint(tree) != before
-
-
-def test_workers_are_forked_on_linux(tree_dir, monkeypatch):
-    tree = ImageTree(tree_dir, "val")
-    monkeypatch.setattr(sys, "platform", "linux")
-    assert image_batches(tree, [], 2).multiprocessing_context.get_start_method() == "fork"
-    assert image_batches(tree, [], 0).multiprocessing_context is None
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert image_batches(tree, [], 2).multiprocessing_context is None
+            load_part("train", Namespace(data="floats"), "cpu")
 
 
 def test_copies_to_a_gpu_use_pinned_memory(monkeypatch):
@@ -156,60 +98,60 @@ def test_copies_to_a_gpu_use_pinned_memory(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *device, **how: calls.append(device) or x)
-    assert data.send([1, 2], "cpu").tolist() == [1, 2] and calls == [("cpu",)]
+    assert common.send([1, 2], "cpu").tolist() == [1, 2] and calls == [("cpu",)]
     calls.clear()
-    assert data.send(torch.tensor([1, 2]), "cuda").tolist() == [1, 2]
+    assert common.send(torch.tensor([1, 2]), "cuda").tolist() == [1, 2]
     assert calls == ["pinned", ("cuda",)]
     calls.clear()
-    data.send(torch.empty(2, device="meta"), "cuda")
+    common.send(torch.empty(2, device="meta"), "cuda")
     assert calls == [("cuda",)]
 
 
-def test_workers_are_the_allowed_cores(monkeypatch):
-    """Containers and SLURM allow fewer cores than the machine has."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5, 7}, raising=False)
-    assert common.default_workers() == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
-    assert common.default_workers() == 10
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert common.default_workers() == 6
-
-
-def test_fingerprints_follow_pixels_labels_and_classes(tree_dir):
+def test_the_checksum_follows_pixels_labels_and_names(tree_dir):
     scenes = load_shapes("test", 8)
-    swapped = scenes._replace(labels=scenes.labels.flip(0))
-    named = scenes._replace(classes=scenes.classes[::-1])
-    other = load_shapes("test", 9)
-    found = [fingerprint(x) for x in (scenes, load_shapes("test", 8), swapped, named, other)]
-    assert found[0] == found[1] and len({*found}) == 4
-    before = fingerprint(ImageTree(tree_dir, "val"))
-    assert before == fingerprint(ImageTree(tree_dir, "val"))
-    path = tree_dir / "val" / "n01" / "n01_0.JPEG"
-    data = path.read_bytes()
-    path.write_bytes(data[::-1])                                    # as many bytes
-    assert fingerprint(ImageTree(tree_dir, "val")) != before
-    path.write_bytes(data)
-    assert fingerprint(ImageTree(tree_dir, "val")) == before
-    path.rename(tree_dir / "val" / "n02" / "n01_0.JPEG")            # another label
-    assert fingerprint(ImageTree(tree_dir, "val")) != before
+    other = scenes.images.clone()
+    other[7, 2, 31, 31] += 1
+    trees = [tree(tree_dir, part) for part in ("train", "val", "val")]
+    (tree_dir / "val/n01/n01_0.JPEG").rename(tree_dir / "val/n02/n01_0.JPEG")       # another label
+    found = [scenes, scenes._replace(labels=scenes.labels.flip(0)), scenes._replace(images=other),
+             *trees, tree(tree_dir, "val")]
+    crcs = [data_crc(data) for data in found]
+    assert crcs[4] == crcs[5] and len(set(crcs)) == 6
+    tree_dir.rename(tree_dir.with_name("moved"))                    # as on another node
+    moved = tree(tree_dir.with_name("moved"), "train")
+    assert data_crc(moved) == crcs[3]
+    Path(moved.samples[0][0]).rename(f"{tree_dir.with_name('moved')}/train/n01/caf\udce9.JPEG")
+    assert data_crc(tree(tree_dir.with_name("moved"), "train")) != crcs[3]      # no UTF-8
 
 
-def test_cifar_folders_are_loaded(tmp_path):
-    flags, pictures = dict(data="cifar10", data_dir=tmp_path, image_size=32), {}
-    for i, path in enumerate(("train/cat", "train/dog", "val/cat", "val/dog")):
-        (tmp_path / path).mkdir(parents=True)
-        pictures[path] = photo(32, 32, seed=i)
-        pictures[path].save(tmp_path / path / "0.png")
-    for split, part in (("train", "train"), ("test", "val")):
-        loaded = load_part(split, flags, "cpu")
-        expected = torch.stack([tensor(pictures[f"{part}/{name}"]) for name in ("cat", "dog")])
-        assert torch.equal(loaded.images, expected) and loaded.labels.tolist() == [0, 1]
+def test_cifar_is_loaded_as_published(tmp_path):
+    """All training images are trained on; the test images choose nothing, and are reported."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng, expected = np.random.default_rng(0), {}
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        pixels = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
+        expected.setdefault(name[:4], []).append(pixels)
+        (folder / name).write_bytes(pickle.dumps(dict(data=pixels, labels=[0, 9, 1, 2])))
+    (folder / "batches.meta").write_bytes(pickle.dumps(dict(label_names=list("abcdefghij"))))
+    args = Namespace(data="cifar10", data_dir=tmp_path, download=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.CIFAR10, "_check_integrity", lambda self: True)
+        patch.setattr("torchvision.datasets.cifar.check_integrity", lambda *words: True)
+        train, val, test = (load_part(part, args, "cpu") for part in ("train", "val", "test"))
+    images = np.concatenate(expected["data"]).reshape(-1, 3, 32, 32)
+    assert torch.equal(train.images, torch.from_numpy(images)) and len(train.labels) == 20
+    assert torch.equal(val.images, test.images) and len(test.labels) == 4
+    assert train.labels[:4].tolist() == [0, 9, 1, 2] and train.classes == list("abcdefghij")
+    args.data_dir = "nowhere"
+    with pytest.raises(InputError, match="nowhere contains no folder cifar-10-batches-py"):
+        load_part("train", args, "cpu")
 
 
-def test_cifar_needs_a_folder():
-    with pytest.raises(InputError, match="--data cifar10 needs --data_dir"):
-        load_part("train", dict(data="cifar10", data_dir=None, image_size=32), "cpu")
+# --- ImageNet's layout ----------------------------------------------------------------------------
+
+def tree(folder, part, size=24, **how):
+    return ImageFiles(f"{folder}/{part}", Namespace(image_size=size, num_workers=0), **how)
 
 
 def pil_eval_crop(image, size):
@@ -225,44 +167,26 @@ def pil_eval_crop(image, size):
 
 def test_evaluation_crop_equals_pils(tree_dir):
     for size in (32, 96):
-        tree = data.ImageTree(tree_dir, "val", size=size)
+        val = tree(tree_dir, "val", size)
         for i in range(6):
-            image, label, position = tree[i, i]
+            image, label, position = val[i, i]
             assert image.dtype == torch.uint8 and image.shape == (3, size, size)
             assert (position, label) == (i, i // 2)
-            reference = pil_eval_crop(Image.open(tree.files[i]).convert("RGB"), tree.size)
+            reference = pil_eval_crop(Image.open(val.samples[i][0]).convert("RGB"), size)
             assert (image.int() - reference.int()).abs().max() <= 2
 
 
-def test_training_crop_equals_pils(tree_dir):
-    tree = data.ImageTree(tree_dir, "train", size=40, train=True, seed=5)
+def test_training_crop_equals_torchvisions(tree_dir):
+    """DeiT's random crop of the PIL image. A tensor is resized within a few grey levels of it."""
+    train = tree(tree_dir, "train", 40, seed=5)
     for position in range(12):
-        image, label, same = tree[position, position % len(tree)]
-        source = Image.open(tree.files[position % len(tree)]).convert("RGB")
-        draw = uniform(torch.tensor([position]), 22, 5, RANDOM_CROP)[0].tolist()
-        left, top, width, height = data.random_crop_box(*source.size, draw)
-        reference = source.crop((left, top, left + width, top + height))
-        reference = reference.resize((40, 40), Image.BICUBIC)
-        difference = (image.int() - tensor(reference).int()).abs()
-        assert same == position and difference.float().mean() < 0.3 and difference.max() <= 8
-
-
-def test_random_crop_follows_its_numbers():
-    draw = [0.0] * 22
-    draw[0], draw[10] = (0.25 - 0.08) / 0.92, 0.5                # a quarter of the image, square
-    end = 1 - 2 ** -24
-    for u, v, left, top in ((0, 0, 0, 0), (end, 0, 50, 0), (0.5, end, 25, 50)):
-        draw[20:] = u, v
-        assert data.random_crop_box(100, 100, draw) == (left, top, 50, 50)
-    quarter = draw[0]
-    for share, ratio, box in ((quarter, 1.0, (58, 43)), (quarter, 0.0, (43, 58)),
-                              (0, 0.5, (28, 28)), (1, 0.5, (100, 100))):
-        draw[0], draw[10] = share, ratio  # 4 : 3 and 3 : 4, log-uniform; areas of 8 to 100 %
-        assert data.random_crop_box(100, 100, draw)[2:] == box
-    draw[:2], draw[10:12] = (1.0, 0.0), (1.0, 0.5)  # the first does not fit, the second does
-    assert data.random_crop_box(100, 100, draw)[2:] == (28, 28)
-    # no box fits: a central crop of ratio 4/3
-    assert data.random_crop_box(1000, 20, draw) == (486, 0, 27, 20)
+        image, label, same = train[position, position]
+        source = Image.open(train.samples[position][0]).convert("RGB")
+        torch.manual_seed(seed_from(5, RANDOM_CROP, position))
+        crop = v2.RandomResizedCrop(40, interpolation=v2.InterpolationMode.BICUBIC)
+        difference = (image.int() - tensor(crop(source)).int()).abs()
+        assert (same, label) == (position, position // 4)
+        assert difference.float().mean() < 0.3 and difference.max() <= 8
 
 
 def test_long_strip_needs_little_memory():
@@ -274,39 +198,29 @@ def test_long_strip_needs_little_memory():
 
 
 def test_crops_depend_on_the_position_only(tree_dir):
-    tree = data.ImageTree(tree_dir, "train", size=24, train=True, seed=1)
-    keys = [(100 + i, i % len(tree)) for i in range(24)]
-    one = [tree[key] for key in keys]
-    whole = torch.stack([image for image, _, _ in one])
-    for size, workers in ((4, 0), (6, 2)):
-        lists = [part.unbind(1) for part in torch.tensor(keys).split(size)]
-        loader = image_batches(tree, lists, workers)
-        images, labels, positions = (torch.cat(t) for t in zip(*loader))
-        assert torch.equal(images, whole)
-        assert labels.tolist() == [label for _, label, _ in one]
-        assert positions.tolist() == [p for p, _ in keys]
-    assert not torch.equal(tree[100, 0][0], tree[101, 0][0])
-    other = data.ImageTree(tree_dir, "train", size=24, train=True, seed=2)
-    assert not torch.equal(tree[100, 0][0], other[100, 0][0])
+    train = tree(tree_dir, "train", seed=1)
+    keys = torch.tensor([(100 + i, i % len(train)) for i in range(24)])
+    whole = torch.stack([train[key.tolist()][0] for key in keys])
+    for size, train.num_workers in ((4, 0), (6, 2)):
+        pairs = [part.unbind(1) for part in keys.split(size)]
+        images, labels, positions = (torch.cat(t) for t in zip(*load_batches(train, pairs, "cpu")))
+        assert torch.equal(images, whole) and torch.equal(positions, keys[:, 0])
+        assert torch.equal(labels, train.labels[keys[:, 1]])
+    assert not torch.equal(train[100, 0][0], train[101, 0][0])
+    assert not torch.equal(train[100, 0][0], tree(tree_dir, "train", seed=2)[100, 0][0])
 
 
 def test_labels_follow_the_training_classes(tree_dir):
-    def val(split="val", **how):
-        return data.ImageTree(tree_dir, split, **how)
-    classes = val("train").classes
-    assert classes == ["n01", "n02", "n03"] and val(classes=["n03", "n02", "n01"])[0, 0][1] == 0
-    assert val(classes=["n00"] + classes, subset=True).labels.tolist() == [1, 1, 2, 2, 3, 3]
-    with pytest.raises(InputError, match="there is no --data_dir; expected .* contains val/"):
-        data.ImageTree(None, "val")
-    for how, words in ((dict(classes=["n01", "n02"]), "n03"),
-                       (dict(classes=classes + ["n04"]), "n04"),
-                       (dict(split="test"), f"{tree_dir}/test")):
-        with pytest.raises(InputError, match=words):
-            val(**how)
-    (tree_dir / "val" / "n03").rename(tree_dir / "val" / "n04")
-    flags = Namespace(data="imagenet", data_dir=tree_dir, image_size=24, seed=0, holdout=0)
-    with pytest.raises(InputError, match="differ.*n03.*n04"):
-        load_data(flags, "cpu")
+    classes = tree(tree_dir, "train").classes
+    assert classes == ["n01", "n02", "n03"]
+    assert tree(tree_dir, "val", classes=classes[::-1])[0, 0][1] == 2
+    some = tree(tree_dir, "val", classes=["n00", *classes])         # val/ may lack classes
+    assert some.labels.tolist() == [1, 1, 2, 2, 3, 3]
+    (tree_dir / "val" / "n03").rename(tree_dir / "val" / "images")  # as in TinyImageNet
+    with pytest.raises(InputError, match=r"val has the folders \['images'\], which are no classes"):
+        tree(tree_dir, "val", classes=classes)
+    with pytest.raises(InputError, match="there is no folder .*/test; --corrupted_dir selects it"):
+        tree(tree_dir, "test", flag="corrupted_dir")
 
 
 def test_every_colour_mode_becomes_rgb(tmp_path):
@@ -326,14 +240,77 @@ def test_bad_files_are_named(tree_dir, kept):
     path = tree_dir / "train" / "n02" / "n02_1.JPEG"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(InputError, match=str(path)):
-        data.ImageTree(tree_dir, "train", size=24, train=True)[0, 5]
+        tree(tree_dir, "train", seed=0)[0, 5]
 
 
-def test_error_without_a_message_is_named(tmp_path, monkeypatch):
-    def fail(path):
-        raise EOFError
+# --- random numbers -------------------------------------------------------------------------------
 
-    (tmp_path / "a.png").write_bytes(b"png")
-    monkeypatch.setattr(data.Image, "open", fail)
-    with pytest.raises(InputError, match="a.png: EOFError$"):
-        read_image(tmp_path / "a.png")
+def test_numbers_are_uniform_and_independent():
+    """Every bound is five standard deviations."""
+    index = torch.arange(20_000)
+    u = uniform(index, 12, 3, 1)
+    assert u.dtype == torch.float32 and u.shape == (20_000, 12) and u.min() >= 0 and u.max() < 1
+    assert torch.equal(u * 2 ** 24, (u * 2 ** 24).round())
+    n = u.numel()
+    assert abs(u.double().mean() - 1 / 2) < 5 / math.sqrt(12 * n)
+    counts = (u.flatten() * 256).long().bincount(minlength=256)
+    # chi-squared test
+    assert abs(((counts - n / 256) ** 2 / (n / 256)).sum().item() - 255) < 5 * math.sqrt(2 * 255)
+
+    # swapping seed and purpose gives other numbers
+    keys = [uniform(index, 3, seed, purpose) for seed in (0, 1, 2) for purpose in (0, 1, 2, 20)]
+    ends = torch.cat([torch.arange(2000), torch.arange(2 ** 31 - 2000, 2 ** 31),
+                      torch.arange(2 ** 30, 2 ** 30 + 2000)])
+    ends = uniform(ends, 4, 2 ** 31 - 1, 2 ** 31 - 1)
+    assert ends.min() >= 0 and ends.max() < 1 and len(ends[:, 0].unique()) > 0.999 * len(ends)
+    for columns in (u, torch.cat([u[:-1], u[1:]], 1), torch.cat(keys, 1), ends):
+        correlations = torch.corrcoef(columns.double().T).fill_diagonal_(0)
+        assert correlations.abs().max() < 5 / math.sqrt(len(columns))
+
+
+def test_numbers_do_not_change_between_versions():
+    """A stopped run can only resume with newer code if these numbers do not change."""
+    got = (uniform(torch.tensor([0, 1, 2 ** 31 - 1]), 2, 0, 10) * 2 ** 24).long().tolist()
+    assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
+
+
+def test_seeds_of_more_than_31_bits_are_errors():
+    assert uniform(torch.arange(2), 1, 2 ** 31 - 1, 10).shape == (2, 1)
+    for seed in (2 ** 31, 2 ** 40, -1):
+        with pytest.raises(InputError, match=f"the seed {seed} .* expected 0 to 2147483647"):
+            uniform(torch.arange(2), 1, seed, 10)
+
+
+def test_purposes_are_pinned_and_distinct():
+    """PATCH_PLACES and TEXT_WINDOW share a number, because no sample uses both."""
+    purposes = {name: value for name, value in vars(rng).items()
+                if name.isupper() and not name.startswith("HASH_")}
+    assert purposes == dict(
+        SCENE=10, SCENE_NOISE=11, RANDOM_CROP=12, SHIFT=20, FLIP=21, RAND_AUGMENT=22, ERASE=23,
+        ERASE_NOISE=24, MIX=25, VIEW=30, DISTORT=31, START=40, SIGNS=41, NOISE=42, APGD=43,
+        SQUARE=44, FROST_NOISE=50, CORRUPTION=51, TEXT_WINDOW=70, PATCH_PLACES=70, PATCH_VALUES=71, DROPOUT=80,
+        ADVERSARIAL=90)
+    every = [*purposes.values(), *(rng.CORRUPTION + i for i in range(1, 15))]
+    assert len({*every}) == len(every) - 1
+
+
+def test_seeds_of_steps_are_pinned_and_distinct():
+    """A resumed run needs the same seeds in every version of Python."""
+    assert seed_from(0, DROPOUT, 1, 2) == 44090609972116
+    assert seed_from(0, DROPOUT, np.int64(1), torch.tensor(2)) == 44090609972116
+    seeds = {seed_from(seed, DROPOUT, step, rank) for seed in (0, 1, 2 ** 31 - 1)
+             for step in range(25) for rank in range(4)}
+    assert len(seeds) == 300 and 0 <= min(seeds) and max(seeds) < 2 ** 48
+
+
+def test_processes_share_whole_batches():
+    """11 images make two batches of 4 per epoch. A resumed run continues in an epoch."""
+    whole = [torch.stack(pair, 1) for pair in batch_pairs(11, 4, 0, 6, seed=1)]
+    assert torch.cat(whole)[:, 0].tolist() == list(range(24))                   # positions
+    first, second = (torch.cat(whole[i:i + 2])[:, 1] for i in (0, 2))
+    assert len(first.unique()) == len(second.unique()) == 8 and not torch.equal(first, second)
+    parts = [[torch.stack(pair, 1) for pair in batch_pairs(11, 4, 3, 6, 1, rank, 2)]
+             for rank in (0, 1)]
+    assert all(torch.equal(torch.cat(both), batch) for *both, batch in zip(*parts, whole[3:]))
+    (_, index), = batch_pairs(20, 6, 0, 1, 1, repeats=3)
+    assert len(index.unique()) == 2 and torch.equal(index[:2], index[2:4])      # ABABAB
