@@ -422,8 +422,8 @@ def main():
             # batch, show whether RPC acts.
             keys = key_statistics(evaluated, images[:32])
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
-            print0(f"step {done:6d}  top1 {metrics['top1']:.2f}  "
-                   f"loss {metrics['loss']:.3f}  {reference}")
+            line = f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}"
+            print0(f"{line}  {reference}".rstrip())
             better = scheduled and metrics["loss"] < best
             if better:
                 best = metrics["loss"]

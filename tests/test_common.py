@@ -1,17 +1,17 @@
 """Test common.py: files survive kills; an error in the user's input is one line."""
 
-import json
 import math
 import os
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
 
 import common
 from common import InputError, load, save, start_log
-from processes import finish, group, start
+from processes import group
 
 
 def test_a_folders_best_checkpoint_is_loaded(tmp_path, monkeypatch):
@@ -34,13 +34,25 @@ class Killed:
         os._exit(9)
 
 
+class Failed:
+    def __reduce__(self):
+        raise OSError("no space left")
+
+
 def test_a_kill_while_saving_keeps_the_old_file(tmp_path):
-    save(tmp_path / "last.pt", dict(step=1))
-    pid = os.fork()
-    if pid == 0:
-        save(tmp_path / "last.pt", dict(a=torch.zeros(1000), step=2, b=Killed()))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert load(tmp_path) == dict(step=1)
+    path = tmp_path / "last.pt"
+    save(path, dict(step=1))
+    for attempt in range(2):
+        pid = os.fork()
+        if pid == 0:
+            save(path, dict(a=torch.zeros(1000), step=2, b=Killed()))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+        assert load(tmp_path) == dict(step=1)
+    save(path, dict(step=3))                                # replaces what the kills have left
+    assert os.listdir(tmp_path) == ["last.pt"] and load(tmp_path) == dict(step=3)
+    with pytest.raises(OSError, match="no space"):
+        save(path, dict(a=torch.zeros(1000), b=Failed()))
+    assert os.listdir(tmp_path) == ["last.pt"] and load(tmp_path) == dict(step=3)
 
 
 def test_broken_checkpoints_are_named(tmp_path):
@@ -54,65 +66,43 @@ def test_broken_checkpoints_are_named(tmp_path):
         load("nowhere")
 
 
-def open_log(folder, step):
+# --- the log --------------------------------------------------------------------------------------
+
+def open_log(folder, step=0, resume=""):
     """Start a log; return its path."""
-    args = Namespace(out_dir=str(folder))
-    return start_log(args, step, torch.nn.Linear(1, 1), torch.device("cpu"), images=3)
+    args = Namespace(out_dir=str(folder), resume=resume)
+    return start_log(args, step, torch.nn.Linear(1, 1), torch.device("cpu"))
 
 
 def test_a_log_is_cut_after_the_step(tmp_path):
     rows = [dict(step=1, loss=1.5), dict(step=2, loss=0.9),
             dict(step=2, eval=dict(top1=50.0, name="é")), dict(step=3)]
-    path = open_log(tmp_path / "new", 0)
+    path = open_log(tmp_path / "new")
     for row in rows:
         common.append_row(path, row)
+    with open(path, "a") as file:
+        file.write('{"step": 3, "lo')                                   # killed while writing
     for step, kept in ((3, 4), (2, 3)):
-        first, *found, last = common.read_log(open_log(path.parent, step))
+        first, *found, last = common.read_log(open_log(path.parent, step, "yes"))
         assert [row for row in found if "args" not in row] == rows[:kept]
-        assert (first["parameters"], first["images"], last["step"]) == (2, 3, step)
+        assert (first["parameters"], last["step"]) == (2, step)
+        assert first["commit"] and first["torch"] and first["hardware"]
 
 
 def test_a_new_run_owns_its_folder(tmp_path):
-    path = open_log(tmp_path, 0)
+    path = open_log(tmp_path)
     before = path.read_bytes()
-    with pytest.raises(InputError, match="log.jsonl exists: another run has begun"):
-        open_log(tmp_path, 0)
+    with pytest.raises(InputError, match="log.jsonl exists; choose another --out_dir"):
+        open_log(tmp_path)
     assert path.read_bytes() == before
-    with pytest.raises(InputError, match="contains the log of a run without a checkpoint"):
+    with pytest.raises(InputError, match="contains a run; continue it with --resume"):
         common.check_new_run(tmp_path)
-    save(tmp_path / "last.pt", dict(step=1))
-    with pytest.raises(InputError, match="contains a run; use --resume"):
-        common.check_new_run(tmp_path)
+    path.unlink()
+    row, = common.read_log(open_log(tmp_path, 7, "yes"))                # a lost log begins anew
+    assert row["step"] == 7
 
 
-def test_a_cut_last_line_is_left_out(tmp_path):
-    path = open_log(tmp_path, 0)
-    common.append_row(path, dict(step=1, loss=1.5))
-    for cut in ('{"step": 2, "lo', '{"step": 2}'):                      # killed while writing
-        with open(path, "a") as file:
-            file.write(cut)
-        rows = common.read_log(open_log(tmp_path, 1))
-        assert [row["loss"] for row in rows if "loss" in row] == [1.5]
-
-
-def test_a_lost_log_begins_anew(tmp_path, capsys):
-    row, = common.read_log(open_log(tmp_path, 7))
-    assert row["step"] == 7 and "log.jsonl is missing; a new log" in capsys.readouterr().out
-
-
-def test_a_lost_best_checkpoint_is_said(tmp_path, capsys):
-    checkpoint = dict(best=dict(step=3, loss=0.5))
-    assert common.best_evaluation(checkpoint, tmp_path) == {}
-    assert "best.pt of step 3 is missing" in capsys.readouterr().out
-    save(tmp_path / "best.pt", dict(step=3))
-    assert common.best_evaluation(checkpoint, tmp_path) == checkpoint["best"]
-
-
-def test_rows_need_no_git(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(common, "commit", common.commit.__wrapped__)        # without the cache
-    assert common.origin(torch.device("cpu"))["commit"] == "no git"
-
+# --- the machine ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("missing", ["compiler", "triton", "capability", None])
 def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
@@ -130,97 +120,54 @@ def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("kind, bad", [
-    (common.positive_int, ("0", "-1")), (common.nonnegative_int, ("-1",)),
-    (common.nonnegative_float, ("-1", "nan")), (common.zero_to_one, ("-0.1", "2", "nan")),
-    (common.fraction, ("1/0", "256/255", "-1/255"))])
-def test_flags_reject_wrong_numbers(kind, bad):
-    for text in bad:
-        with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
-            kind(text)
-    assert kind("1") == 1
+def test_the_workers_are_the_allowed_cores(monkeypatch):
+    """Containers and SLURM allow fewer cores than the machine has."""
+    for cores, workers in ({0, 5, 7}, 3), (set(range(64)), 10):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores, raising=False)
+        assert common.default_workers() == workers
 
 
-def test_below_one_rejects_one():
-    assert common.below_one("0") == 0 and common.below_one("0.9") == 0.9
-    for text in ("1", "2", "nan", "-0.1"):
-        with pytest.raises(ArgumentTypeError, match=f"^{text}: expected"):
-            common.below_one(text)
+def test_devices_compute_in_float32(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert common.start_processes("cpu") == (0, 1, torch.device("cpu"))
+    assert not torch.backends.cudnn.allow_tf32                          # convolutions, too
+    assert torch.get_float32_matmul_precision() == "highest"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="--device cuda"):
+        common.start_processes("cuda")
 
 
-def test_wrong_layers_are_one_line():
-    for text in ("first", "1,", "0-", "a-b", "-1", "3-1"):
-        with pytest.raises(InputError, match=f"^--rpc_layers {text}"):
-            common.parse_layers(text, 4)
-    assert common.parse_layers("0-1,3", 4) == (0, 1, 3) and common.parse_layers("all", 2) == (0, 1)
-    assert common.parse_layers("1,0,0", 4) == (0, 1)                # each layer once, in order
-
-
-def test_input_errors_are_one_line():
-    worker = "Caught InputError in DataLoader worker process 0.\n...\ncommon.InputError: no a.jpg"
-    for text, line in (("--lr nan: a number", "--lr nan: a number"), (worker, "no a.jpg")):
-        def main():
-            raise InputError(text)
-        with pytest.raises(SystemExit, match=f"^error: {line}$"):
-            common.run(main)
-
-
-def test_numbers_not_finite_are_named(tmp_path):
-    log = open_log(tmp_path, 0)
-    pending = [dict(loss=torch.tensor(loss), grad_norm=torch.tensor(loss + 1)) for loss in (1., 3.)]
-    common.log_steps(log, 8, pending, 0.0, 5, "images", lr=0.5)
-    row = common.read_log(log)[-1]
-    assert (row["step"], row["loss"], row["grad_norm"], row["lr"]) == (8, 2, 3, 0.5)
-    assert row["images_per_s"] > 0
-    pending[1]["grad_norm"] = torch.tensor(math.inf)
-    with pytest.raises(InputError, match="at step 8: loss 3, gradient norm inf"):
-        common.log_steps(log, 8, pending, 0.0, 5, "images")
-
-
-def print_log_every():
-    print(common.LOG_EVERY)
-
-
-def test_spawned_processes_log_like_their_test(monkeypatch):
-    """On a GPU, processes are spawned, so they import common again."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(common, "LOG_EVERY", 3)
-    code, out, err = finish(start(print_log_every, []))
-    assert (code, out) == (0, "3\n"), err
-
-
-def test_the_suite_hides_the_gpu(pytestconfig):
-    if any("test_gpu" in word for word in pytestconfig.args):
-        pytest.skip("test_gpu.py is named, so the GPU is used")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def different_flags():
-    """Compare values that differ in one entry, and print the error."""
-    values = dict(lr=float(os.environ["RANK"]), clip=1.0)
+def compare(values):
+    """Compare one value per process, and print the error."""
+    common.start_processes("cpu")
     try:
-        common.start_processes("cpu")
-        common.same_everywhere(dict(clip=1.0), "flags")
-        common.same_everywhere(values, "flags")
+        common.check_equal(1, "flags")
+        common.check_equal(values[int(os.environ["RANK"])], "data")
     except InputError as error:
         print(error)
 
 
-def test_processes_name_the_entries_that_differ():
-    for printed in group(different_flags, []):
-        assert "the processes have different flags: [{'lr': 0.0}, {'lr': 1.0}];" in printed
+def test_processes_with_other_values_stop():
+    assert group(partial(compare, [5, 5]), []) == ("", "")
+    for printed in group(partial(compare, [5, 6]), []):
+        assert printed.startswith("the processes have different data; expected the same")
 
 
-def test_infinity_becomes_valid_json():
-    row = dict(lambd=math.inf, steps=[math.inf, 1], args=dict(x=(2, math.inf)), name="a: Infinity")
-    expected = dict(lambd="inf", steps=["inf", 1], args=dict(x=[2, "inf"]), name="a: Infinity")
-    assert json.loads(common.to_json(row)) == expected
-    assert common.to_json(dict(b=1, a=2), sort_keys=True) == '{"a": 2, "b": 1}'
+# --- messages -------------------------------------------------------------------------------------
+
+def test_input_errors_are_one_line():
+    worker = "Caught InputError in DataLoader worker process 0.\n...\ncommon.InputError: no a.jpg"
+    for error, line in ((InputError("--lr nan: a number"), "--lr nan: a number"),
+                        (InputError(worker), "no a.jpg"),
+                        (FileNotFoundError(2, "No such file", "a.txt"), ".*a.txt'")):
+        def main():
+            raise error
+        with pytest.raises(SystemExit, match=f"^error: {line}$"):
+            common.run(main)
 
 
-def test_other_systems_name_their_processor(monkeypatch):
-    monkeypatch.setattr(common.Path, "exists", lambda path: False)
-    monkeypatch.setattr(common.platform, "processor", lambda: "arm")
-    assert common.processor() == "arm"
-    monkeypatch.setattr(common.platform, "processor", lambda: "")
-    assert common.processor() == common.platform.machine()
+def test_an_accuracy_has_a_reference():
+    """The largest class is named if its share is above 1.5 / classes."""
+    for labels, text in (([0, 1, 1, 1], ""), ([0, 1, 1, 1, 1], "largest class 80.00"),
+                         ([2, 2, 2, 0, 1, 3], "largest class 50.00"), ([0, 1, 2], "")):
+        assert common.largest_class(labels) == text

@@ -1,37 +1,31 @@
-"""Evaluate classifiers: rows equal plain loops, are kept and pooled, and fill the table."""
+"""Evaluate classifiers: rows equal plain loops, networks come from paths or from a program."""
 
 import contextlib
 import io
-import json
 import math
 import os
 import re
-import shutil
 import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torchvision.io import write_png
 
 import common
 import eval_robust
-import results
+from data import datasets
 from data.shapes import SHAPES, load_shapes
-from results import row_key, rows_table, unpack
+from eval_robust import ImageFiles, epoch_order
 from fixtures import ROOT
 from golden_net import trained_network
+from models import load_classifier
 from processes import group
 from robust import attacks, corruptions, evaluate, metrics
 from runs import call, flags, refused
 from vit import ViT, ViTConfig
-
-# Table 4, SymViT: top-1 accuracy per corruption, mean over severities, in ImageNet-C's order
-TABLE_4 = dict(zip(corruptions.NAMES, (40.97, 38.83, 38.56, 35.47, 27.79, 40.47, 30.69, 38.27,
-                                       44.55, 42.72, 63.21, 50.25, 44.26, 39.36, 46.28)))
 
 
 def test_outlier_metrics_follow_their_definition():
@@ -46,6 +40,8 @@ def test_outlier_metrics_follow_their_definition():
             recall = true / positive.sum()
         assert metrics.average_precision(s, positive) == pytest.approx(area.item(), abs=1e-12)
 
+
+# --- robust.evaluate ------------------------------------------------------------------------------
 
 def test_evaluate_attacks_right_images_by_number():
     model, images, labels = trained_network(20)
@@ -64,13 +60,6 @@ def test_evaluate_attacks_right_images_by_number():
     assert seen == (100 + right["clean"].nonzero()[:, 0]).tolist()
     assert 0 < right["pgd"].sum() < right["clean"].sum()
     assert torch.equal(right["worst"], right["clean"] & right["pgd"] & right["invert"])
-
-
-@pytest.mark.parametrize("name", ["clean", "worst"])
-def test_evaluate_keeps_the_names_of_its_results(name):
-    model, images, labels = trained_network(2)
-    with pytest.raises(ValueError, match=f"an attack has the name '{name}'"):
-        evaluate(model, images, labels, {name: lambda model, x, y: x})
 
 
 def test_evaluate_moves_the_index_to_the_images():
@@ -106,53 +95,44 @@ def test_evaluate_checks_what_an_attack_returns():
     assert torch.equal(close["a"], close["clean"])                      # rounding is allowed
 
 
-def test_evaluate_rejects_nan_on_attacked_images():
+def test_evaluate_rejects_wrong_calls():
     """The arg max of nan is class 0, so a wrong answer would count as right."""
-    images = torch.full((2, 3, 4, 4), 0.5)
-    labels = torch.zeros(2, dtype=torch.int64)
+    model, x, y = trained_network(4)
 
-    def model(x):
-        logits = torch.tensor([2.0, -1.0]).expand(len(x), 2)
-        return logits if x.min() > 0.4 else math.nan * logits
+    def nan_where_dark(x):
+        return model(x) * (1 if x.amax() > 0.5 else math.nan)
 
-    with pytest.raises(common.InputError, match="not finite"):
-        evaluate(model, images, labels, {"darken": lambda model, x, y: x / 2})
+    def darken(model, x, y):
+        return x / 4
 
-
-def test_evaluate_rejects_networks_that_do_not_repeat():
-    _, images, labels = trained_network(4)
-    weights = torch.randn(3 * 32 * 32, 10, generator=torch.Generator().manual_seed(0))
-
-    def dropout(x):
-        return torch.nn.functional.dropout(x.flatten(1), 0.5) @ weights
-
-    with pytest.raises(common.InputError, match="dropout"):
-        evaluate(dropout, images, labels, {})
-    with pytest.raises(common.InputError, match="probabilities"):
-        evaluate(lambda x: 100 * (x.flatten(1) @ weights).softmax(1), images, labels, {})
+    one_hot = torch.nn.functional.one_hot(y, 10)
+    for net, images, labels, attack, words in (
+            (model, x[:0], y[:0], {}, "images is empty"), (model, x, y + 20, {}, "labels are"),
+            (model, x, y[:, None], {}, "labels are"), (model, x, one_hot, {}, "labels are"),
+            (model, x, y, {"worst": darken}, "an attack has the name 'worst'"),
+            (nan_where_dark, x, y, {"a": darken}, "not finite"),
+            (trained_network(4)[0].train(), x, y, {}, "train mode")):
+        with pytest.raises(ValueError, match=words):
+            evaluate(net, images, labels, attack)
 
 
-def test_evaluate_rejects_wrong_labels_and_train_mode():
-    model, images, labels = trained_network(4)
-    with pytest.raises(ValueError, match="images is empty, expected 1 image"):
-        evaluate(model, images[:0], labels[:0], {})
-    for wrong in (labels + 20, labels[:, None], torch.nn.functional.one_hot(labels, 10)):
-        with pytest.raises(ValueError, match="labels are"):
-            evaluate(model, images, wrong, {})
-    with pytest.raises(ValueError, match="train mode"):
-        evaluate(model.train(), images, labels, {})
-
+# --- the script -----------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
 def an_empty_folder(tmp_path, monkeypatch):
+    """Work in an empty folder; there are 80 test scenes, for speed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(datasets.DATASETS, "shapes", few_scenes)
 
 
-def make_checkpoint(path="m.pt", attn="rpc", **flags):
-    """Save a shipped network as if it was trained on few scenes: then few scenes test it."""
+def few_scenes(part, args, device, classes=None):
+    return load_shapes(part, 80, args.image_size)
+
+
+def make_checkpoint(path="m.pt", attn="rpc", changed={}, **flags):
+    """Save a shipped network with other flags."""
     checkpoint = common.load(ROOT / f"weights/shapes_{attn}.pt")
-    args = checkpoint["args"] | dict(num_images=400) | flags
-    common.save(Path(path), checkpoint | dict(args=args))
+    common.save(Path(path), checkpoint | dict(args=checkpoint["args"] | flags) | changed)
 
 
 def run(*parts):
@@ -162,216 +142,126 @@ def run(*parts):
     return out.getvalue()
 
 
-def stored_table(*paths):
-    """Return what --table prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        call(eval_robust.main, ["--table", *paths])
-    return out.getvalue()
-
-
 def read(folder="r"):
     """Return the rows of a folder, in the order of writing."""
-    return [json.loads(line) for line in Path(folder, "results.jsonl").read_text().splitlines()]
+    return common.read_log(Path(folder, "results.jsonl"))
 
 
-@pytest.fixture(autouse=True)
-def no_stale_bytecode(monkeypatch):
-    """Write no .pyc file: Python would use it if a test edits the module within one second."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-
-@pytest.fixture
-def few_scenes(monkeypatch):
-    """Render 80 test scenes instead of all for a model without a training."""
-    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: load_shapes(
-        "test", 80, flags["image_size"]))
+def bits(row, severity=0):
+    """Return which images of a row are right, (n,) bool."""
+    return torch.tensor([digit == "1" for digit in row["right"][severity]])
 
 
 QUICK = ("--measures clean noise pgd apgd corruptions --steps 5 --limit 7 --eps 2/255 --severities "
          "4 --out_dir")
+SEED = ("--ckpt m.pt --measures noise fog --severities 2 4 --limit 30 --seed 3 --device cpu "
+        "--out_dir").split()
+CLEAN = "--measures clean --limit 5 --out_dir r"
 
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory):
-    """Return (folder, flags, output) of a run on two models, a.pt and b.pt, with rows in one/."""
+    """Return (folder, output) of a run on two models, a.pt and b.pt, with rows in one/."""
     folder = tmp_path_factory.mktemp("eval")
     make_checkpoint(folder / "a.pt")
     make_checkpoint(folder / "b.pt", attn="softmax")
-    models = ["--ckpt", folder / "a.pt", folder / "b.pt"]
-    return folder, models, run(models, QUICK, [folder / "one"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(datasets.DATASETS, "shapes", few_scenes)
+        return folder, run("--ckpt", folder / "a.pt", folder / "b.pt", QUICK, [folder / "one"])
 
 
-def test_table_has_every_row_once(first_run):
-    folder, _, printed = first_run
+def test_a_table_has_every_row_once(first_run):
+    folder, printed = first_run
     rows = read(folder / "one")
     assert len(rows) == 2 * 19 and all(row["commit"] and row["torch"] for row in rows)
-    mean = np.mean([row["top1"] for row in rows[::2] if row["name"] == "corruptions"])
+    mean = sum(row["top1"] for row in rows[::2] if row["name"] in corruptions.NAMES) / 15
     assert re.search(rf"\| corruptions type=mean severities=4, top1 +\| 7 +\| {mean:.2f} ", printed)
     for name in ("clean", "noise eps=0.068", "pgd steps=5 eps=2/255",
                  "worst eps=2/255 of=apgd loss=ce steps=5,pgd steps=5"):
         assert len(re.findall(rf"^\| {name}, top1 +\|", printed, re.M)) == 1, name
+    assert re.search(rf"\| images \| {folder}/a.pt +\| {folder}/b.pt +\|", printed)
 
 
 def test_rows_equal_a_plain_loop(first_run):
-    folder, *_ = first_run
-    row = {row["name"]: row for row in read(folder / "one") if row["model"].startswith("rpc")}
-    net = eval_robust.load_model(folder / "a.pt", torch.device("cpu")).net
-    images, labels = load_shapes("test", 80, 32)[:2]
-    index = eval_robust.epoch_order(80, epoch=0, seed=0)[:7]
+    folder, _ = first_run
+    row = {row["name"]: row for row in read(folder / "one") if row["network"].endswith("a.pt")}
+    net = load_classifier(common.load(folder / "a.pt"))
+    images, labels = load_shapes("test", 80)[:2]
+    index = epoch_order(80, epoch=0, seed=0)[:7]
     x, y = images[index].float() / 255, labels[index]
     with torch.no_grad():
         clean = net(x).argmax(1) == y
     adv = x.clone()
     adv[clean] = attacks.pgd(net, x[clean], y[clean], 2 / 255, steps=5, index=index[clean])
-    assert torch.equal(unpack(row["clean"]["right"], 7), clean)
-    assert torch.equal(unpack(row["pgd"]["right"], 7), net(adv).argmax(1) == y)
-    assert row["pgd"]["max_linf"] == pytest.approx((adv - x).abs().max().item(), abs=1e-9)
+    assert torch.equal(bits(row["clean"]), clean)
+    assert torch.equal(bits(row["pgd"]), net(adv).argmax(1) == y)
+    assert row["clean"]["labels"] == y.tolist() and row["clean"]["classes"] == 10
+    assert row["clean"]["per_class"] == {list(SHAPES)[k]: pytest.approx(
+        100 * clean[y == k].float().mean().item()) for k in y.unique().tolist()}
+    for name, numbers in row.items():
+        assert numbers["top1"] == pytest.approx(100 * bits(numbers).float().mean().item()), name
 
 
-def test_two_processes_count_every_image_once(first_run):
-    folder, models, _ = first_run
-    group(eval_robust.main, flags(models, "--device cpu",
-                                  QUICK.replace("corruptions", "fog"), "two"))
-    alone, shared = {row_key(row): row for row in read(folder / "one")}, read("two")
-    assert len(shared) == 2 * 5
-    assert all(alone[row_key(two)]["right"] == two["right"] for two in shared)
-
-
-def test_second_run_adds_missing_rows(first_run):
-    folder, models, _ = first_run
-    text, cut = (folder / "one/results.jsonl").read_text(), Path("r/results.jsonl")
-    cut.parent.mkdir()
-    kept = "".join(text.splitlines(keepends=True)[:33])
-    cut.write_text(kept)
-    run(models, QUICK, "r")
-    assert cut.read_text().startswith(kept)                             # not computed again
-    found, expected = ([(row["name"], row["top1"], row["right"]) for row in read(name)]
-                       for name in ("r", folder / "one"))
-    assert found == expected
-
-
-CLEAN = "--measures clean --limit 5 --out_dir r"
-
-
-def test_other_test_images_are_another_row():
-    for count in (400, 800):
-        make_checkpoint(num_images=count)
-        run("--ckpt m.pt", CLEAN)
-    first, second = read()
-    assert first["weights"] == second["weights"]
-
-
-def test_rows_without_a_sparse_part_are_reused():
-    """lambda = inf is no number in JSON, but its row is found again."""
+def test_a_seed_and_severities_arrive():
     make_checkpoint()
-    checkpoint = common.load("m.pt")
-    checkpoint["model_config"]["pap"]["lambd"] = float("inf")
-    common.save(Path("m.pt"), checkpoint)
-    for _ in range(2):
-        run("--ckpt m.pt", CLEAN)
-    row, = read()
-    assert row["model_config"]["lambd"] == "inf"
+    run(SEED, "r")
+    noise, fog = read()
+    net = load_classifier(common.load("m.pt"))
+    images, labels = load_shapes("test", 80)[:2]
+    index = epoch_order(80, epoch=0, seed=3)[:30]
+    x, y = images[index], labels[index]
+    for i, severity in enumerate((2, 4)):
+        foggy = corruptions.corrupt(x, "fog", severity, seed=3, index=index) / 255
+        assert torch.equal(bits(fog, i), net(foggy).argmax(1) == y)
+    right = net(x / 255).argmax(1) == y
+    adv = attacks.noise(net, x[right] / 255, y[right], 0.068, seed=3, index=index[right])
+    far = (adv - x[right] / 255).double().flatten(1).norm(dim=1)
+    assert noise["median_l2"] == pytest.approx(far.median().item(), rel=1e-6)
 
 
-def test_an_edited_import_makes_another_row(few_scenes):
-    Path("m.py").write_text(
-        "import runpy\nfrom pathlib import Path\ndef build():\n    return "
-        "runpy.run_path(Path(__file__).with_name('net.py'))['net']\n")
-    for last in ("ELU", "Tanh"):                          # neither has weights
-        Path("net.py").write_text(
-            "import torch\ntorch.manual_seed(0)\nnet = torch.nn.Sequential(torch.nn.Flatten(), "
-            f"torch.nn.Linear(3072, 10), torch.nn.{last}())\n")
-        run("--model m.py:build --data shapes", CLEAN)
-    assert len(read()) == 2
+def test_two_processes_have_the_numbers_of_one():
+    make_checkpoint()
+    run(SEED, "one")
+    group(eval_robust.main, flags(SEED, "two"))
+    for one, two in zip(read("one"), read("two"), strict=True):
+        for name in ("top1", "top5", "loss", "right", "median_l2", "per_class", "images"):
+            assert one[name] == pytest.approx(two[name]), name
+        assert (one["processes"], two["processes"]) == (1, 2)
 
 
-def test_other_size_or_frost_is_another_row(few_scenes):
-    Path("m.py").write_text(
-        "import torch\ndef build():\n    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), "
-        "torch.nn.Flatten(), torch.nn.Linear(48, 10))\n")
-    for kind in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
-        write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), kind)
-    for how in ("16", "32", "32 --frost_dir ."):
-        run("--model m.py:build --data shapes --severities 5", CLEAN, "--measures clean frost "
-            "--image_size", how)
-    assert [(row["name"], row["size"]) for row in read()] == [
-        ("clean", 16), ("corruptions", 16), ("clean", 32), ("corruptions", 32), ("corruptions", 32)]
+def test_nodes_with_other_images_are_an_error():
+    make_checkpoint()
+
+    def other_scenes(part, args, device, classes=None):
+        return load_shapes(part, 80 + int(os.environ["RANK"]), args.image_size)
+
+    def main():
+        datasets.DATASETS["shapes"] = other_scenes
+        with pytest.raises(common.InputError, match="processes have different test images"):
+            eval_robust.main()
+
+    group(main, ["--ckpt", "m.pt", *CLEAN.split(), "--device", "cpu"])
 
 
-def write_network(path, answer, folder="."):
-    """Write my.py whose network imports its answer, a class, from a neighbour."""
-    Path(folder).mkdir(exist_ok=True)
-    Path(folder, f"{path}.py").write_text(
-        "import torch\nfrom attention import naive_attention\n"
-        f"answer = {answer}\ndef logits(x):\n"
-        "    return 5 * torch.eye(10)[[answer] * len(x)] - 1 + 0 * x.mean()\n"
-        if path == "helper" else
-        "import helper, torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
-        "        return helper.logits(x)\ndef build():\n    return Net()\n")
+def test_an_evaluation_writes_a_new_file():
+    make_checkpoint()
+    assert "| mean over seeds" not in run("--ckpt m.pt", CLEAN)
+    before = Path("r/results.jsonl").read_bytes()
+    line = refused(eval_robust, "--device cpu --ckpt m.pt", CLEAN)
+    assert "r/results.jsonl exists" in line and "--out_dir" in line
+    assert Path("r/results.jsonl").read_bytes() == before
+    run("--ckpt m.pt --measures clean --limit 5")
+    assert len(list(Path("out").glob("eval_*/results.jsonl"))) == 1
 
 
-def test_files_do_not_touch_each_other(few_scenes):
-    """Each file has its own neighbours; the project keeps its attention.py."""
-    for folder, answer in (("a", 1), ("b", 2), ("12:30", 3)):
-        write_network("helper", answer, folder)
-        write_network("my", answer, folder)
-        Path(folder, "attention.py").write_text("naive_attention = None\n")
-    before = sys.modules["attention"]
-    run("--model a/my.py:build b/my.py:build 12:30/my.py:build --data shapes", CLEAN)
-    labels = load_shapes("test", 80)[1][eval_robust.epoch_order(80, epoch=0, seed=0)[:5]]
-    assert [row["top1"] for row in read()] == [
-        pytest.approx(100 * (labels == k).float().mean().item(), abs=1e-3) for k in (1, 2, 3)]
-    assert sys.modules["attention"] is before and "helper" not in sys.modules
-    assert before.naive_attention and str(Path("a").resolve()) not in sys.path
-
-
-def test_hidden_modules_are_part_of_code(few_scenes, monkeypatch):
-    """The project's attention.py attacks a network that imports another attention.py."""
-    visible = []
-
-    def recorded(*files):
-        visible.append(sys.modules.get("attention") is before and files)
-        return "c"
-
-    before = sys.modules["attention"]
-    for name in ("helper", "my"):
-        write_network(name, 1)
-    Path("attention.py").write_text("naive_attention = None\n")
-    monkeypatch.setattr(eval_robust, "code_hash", recorded)
-    eval_robust.load_file("my.py:build", 32, torch.device("cpu"))
-    assert {path.name for path in visible[-1]} >= {"my.py", "helper.py", "attention.py"}
-
-
-@pytest.mark.parametrize("name", ["helper", "results"])
-def test_imports_in_a_forward_are_errors(few_scenes, name):
-    """Later they would fail, or find the project's module of this name."""
-    before = dict(sys.modules)
-    Path(f"{name}.py").write_text("def logits(x):\n    return x.flatten(1)[:, :10]\n")
-    Path("my.py").write_text(
-        f"import torch, {name}\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
-        f"        from {name} import logits\n        return logits(x)\n"
-        "def build():\n    return Net()\n")
-    line = refused(eval_robust, "--device cpu --model my.py:build --data shapes", CLEAN)
-    assert f"the network imports {name} when it runs; expected this import at the top" in line
-    assert sys.modules.get(name) is before.get(name)
-
-
-def test_an_edited_neighbour_makes_another_row(few_scenes):
-    for answer in (1, 2, 2):
-        write_network("helper", answer)
-        write_network("my", answer)
-        run("--model my.py:build --data shapes", CLEAN)
-    assert len({row["code"] for row in read()}) == len(read()) == 2
-
-
-def test_code_is_what_is_loaded_from_the_project():
-    loaded = {path.name for path in eval_robust.loaded_modules(ROOT).values()}
-    assert {"attention.py", "attacks.py", "datasets.py", "fan.py", "results.py"} <= loaded
-    assert not any("site-packages" in str(path)
-                   for path in eval_robust.loaded_modules(Path("/")).values())
-    before = eval_robust.code_hash()
-    Path("more.py").write_text("a = 1\n")
-    assert before == eval_robust.code_hash() != eval_robust.code_hash(Path("more.py"))
+def test_folders_of_seeds_are_one_kind():
+    """Recipes that differ in code have other folders, so they are never pooled."""
+    for folder in ("adam_s0", "adam_s1", "sgd_seed0"):
+        Path(folder).mkdir()
+        make_checkpoint(f"{folder}/last.pt")
+    table = run("--ckpt adam_s0 adam_s1 sgd_seed0", CLEAN)
+    assert "| adam_s* " in table and "| sgd_s* " in table and "sgd_s* minus adam_s*" in table
+    assert ", n 2" in table and ", n 1" in table and "±" not in table.split("±: half")[0]
 
 
 def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
@@ -383,316 +273,195 @@ def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
         calls.append(len(images))
         return attacks.pgd(model, images, labels, eps, **settings)
 
-    monkeypatch.setitem(eval_robust.ATTACKS, "adaptive_pgd", eval_robust.Attack(
-        counted, dict(steps=20)))
+    monkeypatch.setitem(eval_robust.ATTACKS, "adaptive_pgd", (counted, dict(steps=20)))
     run("--ckpt soft.pt rpc.pt --measures pgd adaptive_pgd --steps 2 --limit 5 --eps 4/255 "
         "--out_dir r")
     plain, _, copied, computed = read()
-    assert len(calls) == 1 and "same_as" not in computed
-    assert (copied["name"], copied["same_as"]) == ("adaptive_pgd", "pgd")
-    assert copied["right"] == plain["right"] and copied["weights"] == plain["weights"]
-    table = stored_table("r")
-    assert "worst eps=4/255 of=adaptive_pgd steps=2,pgd steps=2" in table
+    assert len(calls) == 1 and copied["name"] == "adaptive_pgd"
+    assert copied["right"] == plain["right"] and copied["network"] == plain["network"]
+    for data in ("shapes", "imagenet"):                     # on the same images
+        args = Namespace(data=data, limit=0, seed=0)
+        for name in ("pgd", "apgd", "autoattack"):
+            assert torch.equal(eval_robust.choose(9999, f"adaptive_{name}", args),
+                               eval_robust.choose(9999, name, args))
 
 
-def test_an_evaluation_downloads_nothing():
-    make_checkpoint(data="cifar10", download=True)
-    line = refused(eval_robust, "--device cpu --ckpt m.pt --data_dir missing")
-    assert "no folder 'missing/val'" in line
-    assert not Path("missing").exists()
+def test_batches_on_a_cpu_are_small(monkeypatch):
+    """The memory of a GPU has room for 1,024 images of 32 pixels, and for 167 of 224 pixels."""
+    network = Namespace(num_logits=10, classes=[], train_args={}, title="m", net=None, images=None)
+    monkeypatch.setattr(eval_robust, "plan", lambda args, data: [])
+    monkeypatch.setattr(eval_robust, "print_tables", lambda rows: None)
+    monkeypatch.setattr(eval_robust, "load_data", lambda args, networks: load_shapes("test", 2))
+    monkeypatch.setattr(common, "origin", lambda device: dict(hardware="x"))
+    sizes = (16, 32, 224, 1000)
+    for device, expected in (("cpu", [1024, 256, 5, 1]), ("cuda", [1024, 1024, 167, 8])):
+        for size, images in zip(sizes, expected):
+            args = Namespace(batch_size=0, image_size=size, device=torch.device(device), data="d",
+                             out_dir=f"{device}{size}", world=1)
+            eval_robust.evaluate([network], args)
+            assert args.batch_size == images
 
 
-def test_order_of_checkpoints_decides_nothing():
-    make_checkpoint("few.pt", num_images=400)
-    make_checkpoint("more.pt", attn="softmax", num_images=800)
-    run("--ckpt few.pt more.pt", CLEAN)
-    run("--ckpt more.pt few.pt", CLEAN)
-    assert len(read()) == 2
+# --- networks -------------------------------------------------------------------------------------
+
+def linear(k=10, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(),
+                               torch.nn.Linear(48, k))
+
+
+class Wrapped(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.net = linear()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.net, x)
+
+
+def evaluate_networks(nets, words="--measures clean fog pgd --steps 2 --severities 1 --limit 8"):
+    """Return the rows and what was printed."""
+    flags = f"--data shapes --device cpu --eps 2/255 {words}"
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        rows = eval_robust.evaluate_networks(nets, flags.split())
+    common.print_once.cache_clear()
+    return rows, out.getvalue()
+
+
+def test_networks_of_a_program_are_evaluated():
+    first, second = linear(), linear(seed=1)
+    rows, printed = evaluate_networks({"mine": first, "other": second}, "--measures clean --limit 0")
+    x, y = load_shapes("test", 80)[:2]
+    for row, net in zip(rows, (first, second), strict=True):
+        right = net(x / 255).argmax(1) == y
+        assert row["top1"] == pytest.approx(100 * right.float().mean().item())
+    assert re.search(r"images \| mine +\| other ", printed) and not first.training
+    assert "mine has no class names; its logits are taken in this order: 0 = arrow" in printed
+    rows, _ = evaluate_networks({"large": linear()}, "--measures clean --limit 4 --image_size 48")
+    assert rows[0]["size"] == 48
+    with pytest.raises(common.InputError, match="seven has 7 classes"):
+        evaluate_networks({"seven": linear(7)})
+
+
+@pytest.mark.parametrize("function, note", [
+    (lambda net, x: net(x + 0.1 * torch.randn_like(x)), "draws random numbers"),
+    (lambda net, x: net(x).softmax(1), "look like probabilities"),
+    (lambda net, x: net(x).sigmoid(), "numbers from 0 to 1"),
+    (lambda net, x: torch.cosine_similarity(net(x)[:, None], torch.eye(10), dim=-1), ""),
+    (lambda net, x: 1e6 * net(x), "the gradient is exactly 0"),
+    (lambda net, x: net((255 * x).round() / 255), "the gradient is exactly 0")])
+def test_guesses_are_lines_and_no_errors(function, note):
+    """A randomised network, probabilities, cosine logits, a network that rounds."""
+    rows, printed = evaluate_networks({"mine": Wrapped(function)})
+    assert [row["images"] for row in rows] == [8, 8, 8] and note in printed
+    assert bool(note) == ("note: " in printed)
+
+
+def test_a_network_without_a_gradient_is_evaluated():
+    """Only attacks along the gradient need one."""
+    net = Wrapped(torch.no_grad()(lambda net, x: net(x)))
+    rows, _ = evaluate_networks({"mine": net}, "--measures clean fog square --limit 4")
+    assert [row["name"] for row in rows] == ["clean", "fog", "square"]
+
+
+@pytest.mark.parametrize("function, words", [
+    (lambda net, x: net(x) + net(x).mean(0), "change with the other images of the batch"),
+    (lambda net, x: net(x.sub_(0.1)), "changes its input images in place"),
+    (lambda net, x: net(x) * math.nan, "not finite")])
+def test_networks_that_cannot_be_measured_are_errors(function, words):
+    with pytest.raises(common.InputError, match=words):
+        evaluate_networks({"mine": Wrapped(function)})
+
+
+def test_networks_of_other_data_are_errors():
+    make_checkpoint()
     make_checkpoint("other.pt", data="cifar10")
-    for names in ("few.pt other.pt", "other.pt few.pt"):
+    for names in ("m.pt other.pt", "other.pt m.pt"):
         line = refused(eval_robust, "--device cpu --ckpt", names)
-        assert "differ in data" in line and "shapes" in line and "--data" in line
+        assert "differ in data: ['cifar10', 'shapes']" in line and "--data" in line
+    make_checkpoint("reversed.pt", changed=dict(classes=list(SHAPES)[::-1]))
+    line = refused(eval_robust, "--device cpu --ckpt m.pt reversed.pt", CLEAN)
+    assert "reversed.pt has 10 classes ['triangle'" in line
+    make_checkpoint("cifar.pt", data="cifar10", data_dir="missing", download=True)
+    line = refused(eval_robust, "--device cpu --ckpt cifar.pt")
+    assert "missing contains no folder cifar-10" in line and not Path("missing").exists()
 
 
-def test_equal_networks_are_an_error():
-    make_checkpoint("a.pt")
-    make_checkpoint("copy.pt")
-    line = refused(eval_robust, "--device cpu --ckpt a.pt copy.pt", CLEAN)
-    assert "a.pt and copy.pt are the same network" in line
+# --- folders of images ----------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("words, expected", [
-    ("--measures clean --eps 2/255", "--eps: no effect with"),
-    ("--measures cw --eps 2/255", "--eps: no effect with"),
-    ("--measures clean fgsm --steps 3", "--steps: no effect with"),
-    ("--measures clean --severities 3", "--severities: no effect with"),
-    ("--measures fog --frost_dir x", "--frost_dir: no effect with"),
-    ("--measures clean --preset paper", "--preset: no effect with"),
-    ("--image_size 64", "--image_size: no effect without --model"),
-    ("--measures frost --frost_dir x --corrupted_dir y", "--frost_dir: no effect with --corrupted"),
-    ("--measures spsa --preset paper --eps 2/255", "--eps: no effect with"),
-    ("--measures clean --imagenet_a x", "--imagenet_a: no effect with"),
-    ("--measures clean imagenet_a", "imagenet_a needs --imagenet_a"),
-    ("--data_dir photos", "--data_dir photos would do nothing"),
-    ("--table r --out_dir o", "--out_dir: no effect with --table"),
-    ("--limit 0", "expected 1 or more"), ("--limit -3", "expected 1 or more"),
-    ("--steps 0", "expected 1 or more"), ("--batch_size 0", "expected 1 or more"),
-    ("--num_workers -1", "expected 0 or more"), ("--eps 1/0", "from 0 to 1"),
-    ("--num_workers 2", "--num_workers: no effect with --data shapes"),
-    ("--seed -1", "from 0 to 2147483647"), ("--seed 2147483648", "from 0 to 2147483647"),
-    ("--eps=-1/255", "from 0 to 1")])
-def test_flags_without_effect_are_errors(words, expected):
-    make_checkpoint()
-    assert expected in refused(eval_robust, "--device cpu --ckpt m.pt", words)
-
-
-def test_own_datasets_accept_num_workers(monkeypatch):
-    class Own(torch.utils.data.Dataset):
-        """Your own data set, whose images are not in memory."""
-        labels = torch.zeros(4, dtype=torch.int64)
-        classes = list(SHAPES)
-
-        def __getitem__(self, key):
-            position, index = key
-            return torch.zeros(3, 32, 32, dtype=torch.uint8), 0, position
-
-    monkeypatch.setattr(eval_robust, "load_part", lambda part, flags, device: Own())
-    make_checkpoint()
-    run("--ckpt m.pt --num_workers 0", CLEAN)
-    assert read()[0]["images"] == 4
-
-
-@pytest.mark.parametrize("data", ["shapes", "imagenet"])
-def test_adaptive_attacks_get_the_plain_attacks_images(data):
-    """A row of the plain attack on other images could not be copied."""
-    args = Namespace(data=data, limit=None, seed=0)
-    for adaptive, plain in eval_robust.PLAIN.items():
-        assert torch.equal(eval_robust.choose(9999, adaptive, args),
-                           eval_robust.choose(9999, plain, args))
-
-
-def test_table_needs_rows_at_every_path():
-    make_checkpoint()
-    run("--ckpt m.pt", CLEAN)
-    assert "| clean, top1" in stored_table("r")
-    assert "nowhere: no rows" in refused(eval_robust, "--table r nowhere")
-
-
-def test_seeds_get_a_second_table():
-    checkpoint = common.load(ROOT / "weights/shapes_softmax.pt")
-    for seed in (0, 1):
-        weights = {name: w + 0.01 * seed for name, w in checkpoint["model"].items()}
-        args = checkpoint["args"] | dict(num_images=400, seed=seed, out_dir=f"s{seed}")
-        common.save(Path(f"s{seed}.pt"), checkpoint | dict(args=args, model=weights))
-    table = run("--ckpt s0.pt s1.pt", CLEAN)
-    assert "| mean over seeds" in table and ", n 2" in table and "train several" not in table
-    assert "mean over seeds" in stored_table("r")
-
-
-def test_batches_on_a_cpu_are_small():
-    make_checkpoint()
-    device = torch.device("cpu")
-    model = eval_robust.load_model("m.pt", device)
-    for size, images in ((16, 256), (32, 256), (224, 5), (1000, 1)):
-        assert eval_robust.images_per_batch([model._replace(size=size)], device) == images
-
-
-def test_the_memory_is_measured_after_loading(monkeypatch):
-    """On a GPU, the images are in the memory that a batch can not use."""
-    make_checkpoint()
-    order = []
-    for name in ("load_data", "images_per_batch"):
-        def recorded(*args, function=getattr(eval_robust, name), name=name):
-            order.append(name)
-            return function(*args)
-
-        monkeypatch.setattr(eval_robust, name, recorded)
-    run("--ckpt m.pt", CLEAN)
-    assert order == ["load_data", "images_per_batch"]
-
-
-def test_images_of_another_size_are_an_error(monkeypatch):
-    """CIFAR-10 is not resized."""
-    make_checkpoint(data="cifar10")
-    monkeypatch.setattr(eval_robust, "load_part",
-                        lambda part, flags, device: load_shapes("test", 20, 48))
-    line = refused(eval_robust, "--device cpu --ckpt m.pt", CLEAN)
-    assert "cifar10 has images of 48 px, but the networks take 32 px; choose" in line
-
-
-def test_a_data_set_is_hashed_once(monkeypatch):
-    make_checkpoint()
-    hashed = []
-
-    def counted(data):
-        hashed.append(data)
-        return "f"
-
-    monkeypatch.setattr(eval_robust, "fingerprint", counted)
-    run("--ckpt m.pt --measures clean fgsm fog --eps 1/255 2/255 --limit 2 --out_dir r")
-    assert len(hashed) == 1
-
-
-def test_two_nodes_use_the_rows_of_the_first(tmp_path):
-    """Rank 1 has another folder without rows."""
-    make_checkpoint(tmp_path / "m.pt")
-    words = ["--ckpt", str(tmp_path / "m.pt"), *CLEAN.split()]
-    run(words[:2], CLEAN)
-    text = Path("r/results.jsonl").read_text()
-    changed = json.loads(text) | dict(top1=12.5)        # so that reading it is seen
-    Path("r/results.jsonl").write_text(json.dumps(changed) + "\n")
-
-    def main():
-        if os.environ["RANK"] == "1":
-            Path("node").mkdir()
-            os.chdir("node")
-        eval_robust.main()
-
-    printed = group(main, [*words, "--measures", "clean", "noise", "--device", "cpu"])
-    assert "12.50" in printed[0] and len(read()) == 2
-
-
-def test_nodes_with_other_images_are_an_error(tmp_path):
-    for rank in "01":
-        make_checkpoint(tmp_path / f"{rank}.pt", num_images=400 + 400 * int(rank))
-
-    def main():
-        sys.argv[2] = str(tmp_path / f"{os.environ['RANK']}.pt")
-        with pytest.raises(common.InputError, match="processes have different networks, code, im"):
-            eval_robust.main()
-
-    group(main, ["--ckpt", "?", *CLEAN.split(), "--device", "cpu"])
-
-
-def test_paper_preset_attacks_normalised_images(monkeypatch):
-    """A change of eps in normalised pixels is eps * std in pixels; only Square clips."""
-    square = eval_robust.Attack(eval_robust.square, dict(queries=20))
-    monkeypatch.setitem(eval_robust.PAPER_ATTACKS, "square", square)
-    make_checkpoint()
-    run("--ckpt m.pt --preset paper --measures fgsm pgd square --limit 4 --eps 6/255 --steps 2 "
-        "--out_dir r")
-    rows = {row["name"]: row for row in read()}
-    for name in ("fgsm", "pgd"):
-        assert rows[name]["settings"]["conditions"] == "paper"
-        assert rows[name]["max_linf"] == pytest.approx(6 / 255 * 0.229, abs=1e-4)
-    assert rows["square"]["max_linf"] > 0.1               # clipping to [0, 1] moves dark pixels
-
-
-def test_paper_preset_stores_own_budgets(monkeypatch):
-    """In the paper's code SPSA has one budget, so its row belongs to no worst case."""
-    spsa = eval_robust.PAPER_ATTACKS["spsa"]
-    few = spsa._replace(settings=spsa.settings | dict(pairs=1))
-    monkeypatch.setitem(eval_robust.PAPER_ATTACKS, "spsa", few)
-    make_checkpoint()
-    run("--ckpt m.pt --preset paper --measures spsa --limit 1 --steps 1 --out_dir r")
-    row, = read()
-    assert row["own_eps"] and not results.has_shared_budget(row)
-    assert row["settings"] == dict(steps=1, pairs=1, legacy=True, eps=0.1, conditions="paper")
-
-
-def test_imagenet_folders_use_their_classes():
-    """ImageNet-A counts the folder's classes only."""
+def test_imagenet_a_and_o_are_scored_image_by_image():
+    """A network whose answers depend on the image, so that no order of labels is right by chance."""
     torch.manual_seed(0)
     net = ViT(ViTConfig(32, 16, 1000, 64, 1, 1, attn="softmax")).eval()
+    for p in net.parameters():
+        p.data.mul_(4)
     torch.save(net.state_dict(), "net.pt")
     names = [eval_robust.IMAGENET[i] for i in (3, 7, 500)]
-    g = torch.Generator().manual_seed(1)
     for folder, few in (("val", names), ("a", names[:2]), ("o", names[1:])):
-        for name in few:
+        for k, name in enumerate(few):
             Path(folder, name).mkdir(parents=True)
-            for i in range(4):
-                image = torch.randint(0, 256, (3, 40, 40), generator=g, dtype=torch.uint8)
-                write_png(image, f"{folder}/{name}/{i}.png")
-    run("--ckpt net.pt --data_dir . --imagenet_a a --imagenet_o o --measures clean imagenet_a "
-        "imagenet_o --out_dir r --num_workers 0")
-    clean, a, o = read()
-    assert (clean["images"], a["images"], a["classes"], o["inside"]) == (12, 8, 2, 8)
-    Path("o", names[1], "0.png").unlink()
-    for limit in "78":                                    # both use 7 outliers; val/ has 8 images
-        run("--ckpt net.pt --data_dir . --imagenet_o o --measures imagenet_o --out_dir limits "
-            "--num_workers 0 --limit", limit)
-    assert [row["inside"] for row in read("limits")] == [7, 8]
-    Path("few/val").mkdir(parents=True)
-    shutil.copytree(f"val/{names[0]}", f"few/val/{names[0]}")             # not in ImageNet-O
-    line = refused(eval_robust, "--device cpu --ckpt net.pt --data_dir few --imagenet_o o "
-                   "--measures imagenet_o --out_dir few")
-    assert "few: val/ has no image of the 2 classes of --imagenet_o" in line
-    tree = eval_robust.open_folder("a", eval_robust.IMAGENET, 32)
-    logits = net(torch.stack([tree[i, i][0] for i in range(8)]).float() / 255)[:, [3, 7]]
-    right = logits.argmax(1) == torch.tensor([0] * 4 + [1] * 4)
-    assert a["top1"] == pytest.approx(100 * right.float().mean().item())
+            for i in range(6):
+                image = torch.rand(3, 40, 40) ** (1 + i + k)
+                write_png((255 * image).byte(), f"{folder}/{name}/{i}.png")
+    how = ("--ckpt net.pt --data imagenet --data_dir . --imagenet_a a --imagenet_o o --num_workers 0 "
+           "--measures imagenet_a imagenet_o --out_dir")
+    run(how, "r")
+    a, o = read()
+
+    def logits(folder, columns):
+        tree = ImageFiles(folder, Namespace(image_size=32, num_workers=0), eval_robust.IMAGENET)
+        kept = [i for i, label in enumerate(tree.labels) if label in columns]
+        pixels = torch.stack([tree[i, i][0] for i in kept]) / 255
+        return net(pixels)[:, columns], tree.labels[kept]
+    z, labels = logits("a", [3, 7])
+    right = z.argmax(1) == (labels == 7).long()
+    order = epoch_order(12, epoch=0, seed=0)
+    assert 0 < right.sum() < 12 and torch.equal(bits(a), right[order])
+    assert [*a["per_class"]] == names[:2] and set(a["labels"]) == {3, 7}
+    doubt = [-logits(folder, [7, 500])[0].softmax(1).amax(1) for folder in ("o", "val")]
+    expected = metrics.average_precision(torch.cat(doubt), torch.arange(24) < 12)
+    assert o["aupr"] == pytest.approx(100 * expected, rel=0.02) and o["chance"] == 50
+    assert abs(o["aupr"] - o["chance"]) > 5
+    Path("few").mkdir()
+    Path("val").rename("few/val")
+    for name in names[1:]:
+        Path("few/val", name).rename(name)                           # classes of ImageNet-O
+    line = refused(eval_robust, how.replace("--data_dir .", "--data_dir few"), "few")
+    assert "few/val has no image of the 2 classes of --imagenet_o" in line
+    for flag in ("--imagenet_a", "--imagenet_o"):
+        line = refused(eval_robust, how.replace(f"{flag} ", f"{flag} x"), flag[2:])
+        assert "there is no folder x" in line and f"{flag} selects it" in line
 
 
 def test_released_corruptions_match_the_test_images():
     """--corrupted_dir reads <type>/<severity>/<class>/*; other images are an error."""
-    make_checkpoint(data="folder")
+    classes = sorted(SHAPES)
+    make_checkpoint(changed=dict(classes=classes), data="folder")
     images, labels = load_shapes("test", 40)[:2]
-    for root, change in (("photos", 0), ("c/fog/3", 100)):
+    for root, change in (("photos/test", 0), ("c/fog/3", 100)):
         for i, (image, k) in enumerate(zip(images, labels)):
-            folder = Path(root, sorted(SHAPES)[k])
+            folder = Path(root, list(SHAPES)[k])
             folder.mkdir(parents=True, exist_ok=True)
             write_png((image.int() + change).clamp(0, 255).byte(), str(folder / f"{i:03d}.png"))
-    common.save(Path("m.pt"), common.load("m.pt") | dict(classes=sorted(SHAPES)))
-    how = ("--ckpt m.pt --data_dir photos --measures fog --severities 3 --corrupted_dir c --out_dir"
-           " r --device cpu --num_workers 0")              # the copies are files
-    run(how)
-    first, = read()
-    assert first["images"] == 40 and len(first["top1"]) == 1
+    how = ("--ckpt m.pt --data_dir photos --measures fog --severities 3 --corrupted_dir c --device "
+           "cpu --num_workers 0 --out_dir")
+    run(how, "r")
+    row, = read()
+    net = load_classifier(common.load("m.pt"))
+    pale = (images.int() + 100).clamp(0, 255) / 255
+    expected = net(pale).argmax(1) == torch.tensor([classes.index(list(SHAPES)[k]) for k in labels])
+    assert row["images"] == 40 and row["top1"] == pytest.approx(100 * expected.double().mean().item())
     next(Path("c/fog/3/star").iterdir()).unlink()
-    assert "other images" in refused(eval_robust, how)
+    assert "c/fog/3 has other images than the test images" in refused(eval_robust, how, "s")
+    line = refused(eval_robust, how.replace("--corrupted_dir c", "--corrupted_dir d"), "t")
+    assert "there is no folder d/fog/3; --corrupted_dir selects it" in line
 
 
-def test_released_corruptions_have_the_same_names():
-    for root, names in (("a", "0.png 1.png"), ("b", "0.jpg 1.jpg"), ("c", "0.png 2.png")):
-        for name in names.split():
-            Path(root, "k").mkdir(parents=True, exist_ok=True)
-            Path(root, "k", name).touch()
-    images, endings, other = (eval_robust.open_folder(root, ["k"], 8) for root in "abc")
-    eval_robust.check_copies(endings, images, "b")
-    with pytest.raises(common.InputError, match="c has other images"):
-        eval_robust.check_copies(other, images, "c")
-
-
-def test_worst_case_is_taken_image_by_image():
-    def row(name, right, images, eps=2 / 255):
-        right = torch.tensor(right)
-        return dict(weights="w", model_config={}, size=32, model="m", checkpoint="m.pt", data="d",
-                    name=name, seed=0, images=images, settings=dict(eps=eps), max_linf=eps,
-                    fingerprint="f", right=results.pack(right),
-                    top1=100 * right.float().mean().item())
-    rows = [row("pgd", [True, True, False, True], 4), row("fgsm", [True, False, True], 3)]
-    worst, = results.worst_cases(rows)
-    assert worst["top1"] == pytest.approx(100 / 3) and worst["images"] == 3
-    assert "| worst eps=2/255 of=fgsm,pgd, top1 | 3      | 33.33 |" in rows_table(rows)
-    assert not list(results.worst_cases([rows[0], row("fgsm", [True], 1, eps=4 / 255)]))
-    other = rows[0] | dict(data="cifar10", top1=10.0)               # two data sets: two lines
-    assert rows_table([rows[0], other]).count("pgd eps=2/255") == 2
-    assert rows_table([rows[0], rows[0] | dict(fingerprint="g")]).count("pgd eps=2/255") == 2
-
-
-def test_mean_of_corruptions_needs_all_types():
-    """Released files have another fingerprint per type."""
-    rows = [dict(weights="w", model_config={}, size=224, data="imagenet", name="corruptions",
-                 model="m", checkpoint="m.pt", images=5, seed=0, top1=[top1] * 5, top5=[i] * 5,
-                 classes=1000,
-                 settings=dict(type=name, severities=[1, 2, 3, 4, 5], released=name))
-            for i, (name, top1) in enumerate(TABLE_4.items())]
-    mean, = results.mean_rows(rows)
-    assert mean["mce"] == pytest.approx(74.75, abs=0.02) and mean["top5"] == 7
-    assert mean["top1"] == pytest.approx(np.mean([*TABLE_4.values()]))
-    assert not list(results.mean_rows(rows[1:]))
-    assert "type=mean" in rows_table(rows + rows)                   # the same rows twice
-    again = rows[0] | dict(settings=rows[0]["settings"] | dict(released="other copies"))
-    assert not list(results.mean_rows([*rows, again]))
-
-
-def test_class_order_is_printed_and_classes_must_agree(few_scenes):
-    Path("m.py").write_text(
-        "import torch\ndef build(n=10):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
-        "torch.nn.Linear(3072, n))\ndef seven():\n    return build(7)\ndef chances():\n    return "
-        "torch.nn.Sequential(build(), torch.nn.Softmax(1))\n")
-    model = f"--data shapes {CLEAN} --model m.py:"
-    assert "taken in this order: 0 = " in run(model + "build")
-    for name, words in (("seven", "has 7 classes"), ("chances", "probabilities"),
-                        ("build --measures typo", "invalid choice: 'typo'")):
-        assert words in refused(eval_robust, model + name)
+def test_photographs_of_frost_arrive():
+    for kind in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
+        write_png(torch.full((3, 300, 300), 90, dtype=torch.uint8), kind)
+    make_checkpoint()
+    for folder, flag in (("a", ""), ("b", "--frost_dir .")):
+        run("--ckpt m.pt --measures frost --severities 5 --limit 30", flag, "--out_dir", folder)
+    assert read("a")[0]["loss"] != read("b")[0]["loss"]
