@@ -389,9 +389,9 @@ def rpca(pair, measure, what="difference"):
     """Describe the difference of two arms of studies.robust_pca, "arm - baseline".
 
     what: see `described`; "arm" and "baseline" return the mean accuracies. The names in
-    robust_pca.PREDICTIONS return the difference at equal clean loss. "together" returns the interval
-    that holds together with those of the other planned tests, "one test" the difference that this
-    test alone detects with 80 % power.
+    robust_pca.PREDICTIONS return the difference at equal clean loss. "together" returns the
+    interval that holds together with those of the other planned tests, "one test" the difference
+    that this test alone detects with 80 % power.
     """
     found = robust_pca.read_rows()
     arm, base = pair.split(" - ")
@@ -486,9 +486,9 @@ def pro(variant, measure, baseline=""):
     return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule, off,
-                                     apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
-                                     chosen, nats, beyond, where, where_gap, perfect,
+FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule,
+                                     off, apart, pooled, bent, adjusted, fit, mean, kpca, way,
+                                     toward, chosen, nats, beyond, where, where_gap, perfect,
                                      perfect_trained, contrast, rpca, real, paper, lm_gap,
                                      lm_perplexity, pro)}
 

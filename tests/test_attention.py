@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 import attention
 from attention import (ATTENTIONS, FORMS, Attention, SelfAttention, attend_rpca, every_pap,
-                       key_statistics, layer_inputs, naive_attention, naive_rpc, penalty, robust_pca,
-                       rpc_attention, rpca_attention, shrink_singular_values, softmax_attention,
-                       symmetric_attention)
+                       key_statistics, layer_inputs, naive_attention, naive_rpc, penalty,
+                       robust_pca, rpc_attention, rpca_attention, shrink_singular_values,
+                       softmax_attention, symmetric_attention)
 from kpca import pcp
 
 OPTIONS = {"code": {}, "mu_head": dict(mu_dim="head"), "thr_over": dict(threshold="over"),
