@@ -113,7 +113,7 @@ def test_commands_run_in_order(section, tree, done):
 
 def test_page_is_short_and_its_results_have_links():
     assert len(README.split()) <= 1900
-    table = README.split("## What we found")[1].split("\n\n")[2].splitlines()[2:]
+    table = README.split("## What we found")[1].split("\n\n")[1].splitlines()[2:]
     results = [row.strip("| ").split(" | ")[1] for row in table]
     assert len(results) == 6
     for result in results:
