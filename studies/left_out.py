@@ -32,7 +32,8 @@ from studies.scores import (FOUR, LENGTH, MAHALANOBIS, ONE, PAP, PURSUIT, VARIAT
                             corrupt_patches, length, look, mahalanobis, outlier_pursuit, pap_score,
                             patches_to_pixels, pursuit_weight, random_block, robust_pca_scores,
                             row_sums, total_variation)
-from studies.stats import NONE, crossed, detectable, holm, show, show_p, unpack_bits
+from studies.stats import (NONE, crossed, detectable, holm, paired_t, show, show_p,
+                           unpack_bits)
 from studies.where_is_s import auc
 
 FOLDER = Path(__file__).parent / "results/left_out"
@@ -318,15 +319,25 @@ def read_rows(path=ROWS, data="shapes", network="symmetric"):
 
 
 def gap(found, kind, first, second=TRAINED):
-    """Subtract the outcomes of two conditions, seed by seed: a Difference over seeds and images."""
+    """Subtract the outcomes of two conditions, seed by seed: a Difference, see `over`."""
     first, second = found.get((kind, first), {}), found.get((kind, second), {})
     seeds = sorted(first.keys() & second.keys())
-    return crossed([first[seed] - second[seed] for seed in seeds]) if seeds else NONE
+    return over([first[seed] - second[seed] for seed in seeds])
 
 
 def level(found, kind, condition):
-    """Return the accuracy under a condition as a Difference from 0, over seeds and images."""
-    return crossed([*found[kind, condition].values()])
+    """Return the accuracy under a condition as a Difference from 0, see `over`."""
+    return over([*found[kind, condition].values()])
+
+
+def over(outcomes):
+    """Average outcomes (networks, images): a Difference over networks and images.
+
+    With one network, the interval covers the images only.
+    """
+    if len(outcomes) == 1:
+        return paired_t(outcomes[0])
+    return crossed(outcomes) if outcomes else NONE
 
 
 MARKED = f"{ONE}; {RULES[0]}"           # the condition of the tests
