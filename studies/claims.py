@@ -451,29 +451,26 @@ def repetition_rows():
     return common.read_log(repetition.ROWS)
 
 
-def law(kind, n, score="", group="scenes, symmetric", form="interval"):
+def law(kind, n, score="", group=repetition.SCENES, form="interval"):
     """Return the AUC of a score in studies.repetition, the mean over networks.
 
     score: "" for robust PCA after one and four steps, "0.99 / 0.98". form: "interval", or a format
     of the mean alone.
     """
-    at = repetition_rows(), *repetition.GROUPS[group], kind, int(n)
     if not score:
-        means = [repetition.areas(*at, name).mean() for name in (repetition.ONE, repetition.FOUR)]
-        return " / ".join(f"{mean:.2f}" for mean in means)
-    values = repetition.areas(*at, score)
+        return repetition.law(repetition_rows(), group, kind, int(n))
+    values = repetition.image_aucs(repetition_rows(), group, kind, int(n), score)
     return repetition.cell(values) if form == "interval" else f"{values.mean():{form}}"
 
 
-def law_gap(test, what="difference", score=repetition.ONE, n="6", group="scenes, symmetric"):
+def law_gap(test, what="difference", score=repetition.ONE, n="6", group=repetition.SCENES):
     """Describe a contrast of studies.repetition; see `described`.
 
     "holm" is defined for robust PCA, one step, six corrupted tokens. test: see repetition.TESTS.
     """
-    data, network = repetition.GROUPS[group]
-    d = repetition.contrast(repetition_rows(), test, score, int(n), network, data)
-    return described(d, what, repetition.tests(repetition_rows())[test][1], len(repetition.TESTS),
-                     2)
+    d = repetition.contrast(repetition_rows(), test, score, int(n), group)
+    p = repetition.tests(repetition_rows())[test][1]
+    return described(d, what, p, len(repetition.TESTS), 2)
 
 
 def law_texts(kind, n, score, layer="mean"):

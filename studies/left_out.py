@@ -17,6 +17,7 @@ import base64
 import json
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,22 +30,26 @@ from data.shapes import load_shapes
 from studies import probe
 from studies.perfect_s import LEFT_OUT, conditioned
 from studies.scores import (FOUR, LENGTH, MAHALANOBIS, ONE, PAP, PURSUIT, VARIATION,
-                            corrupt_patches, length, look, mahalanobis, outlier_pursuit, pap_score,
-                            patches_to_pixels, pursuit_weight, random_block, robust_pca_scores,
-                            row_sums, total_variation)
+                            corrupt_patches, length, look, mahalanobis, outlier_pursuit,
+                            pap_score, patches_to_pixels, pursuit_weight, random_block,
+                            robust_pca_scores, row_sums, total_variation)
 from studies.stats import (NONE, crossed, detectable, holm, paired_t, show, show_p,
                            unpack_bits)
 from studies.where_is_s import auc
 
 FOLDER = Path(__file__).parent / "results/left_out"
-ROWS, KNOWING = FOLDER / "rows.jsonl", FOLDER / "knowing.jsonl"
+ROWS = FOLDER / "rows.jsonl"
+KNOWING = FOLDER / "knowing.jsonl"
 KINDS = ("noise", "gaussian", "white", "pasted", "adversarial")
 BLOCKS = ("pasted", "adversarial")      # kinds whose corrupted patches form blocks of 2 x 2
 FLATNESS = "flatness"                   # minus the total variation, so it marks smooth patches
 SCORES = (ONE, FOUR, PURSUIT, MAHALANOBIS, PAP, LENGTH, VARIATION, FLATNESS)
+DETECTORS = (ONE, FOUR, MAHALANOBIS, VARIATION)             # of the knowing attack
 RULES = ("1 % of patches", "1 of 5 images")
 TRAINED, ORACLE = "as trained", "oracle"
-IMAGES, CLEAN, KNOWING_IMAGES = 500, 300, 200
+IMAGES = 500
+CLEAN = 300                             # training images for the thresholds
+KNOWING_IMAGES = 200
 WEIGHTS = (3, 1, 10, 0.3, 30, 0.1)      # of the detector in the knowing attack, in this order
 KNOWING_STEPS = 100
 
@@ -61,9 +66,10 @@ def load_images(checkpoint, part, n, data_dir):
         scenes = load_shapes(part, n)
         return scenes.images.float() / 255, scenes.labels
     if data_dir is None:
-        raise common.InputError("this checkpoint needs --data_dir, the folder with train/<class> "
-                                "and val/<class> of CIFAR-10")
-    files = sorted(Path(data_dir, "val" if part == "test" else part).glob("*/*"))
+        raise common.InputError("this checkpoint needs --data_dir, the folder with "
+                                "train/<class> and val/<class> of CIFAR-10")
+    folder = "val" if part == "test" else part
+    files = sorted(Path(data_dir, folder).glob("*/*"))
     some = [files[i] for i in epoch_order(len(files), 0, seed=0)[:n].tolist()]
     images = torch.stack([read_image(path) for path in some])               # (n, 3, 32, 32) uint8
     labels = [checkpoint["classes"].index(path.parent.name) for path in some]
@@ -138,7 +144,8 @@ def one_score(name, images, k, v, patch):
 def all_scores(model, images):
     """Return all scores of the patches, {score: (B, P)}."""
     _, k, v = look(model, images)
-    return {name: one_score(name, images, k, v, model.config.patch_size) for name in SCORES}
+    patch = model.config.patch_size
+    return {name: one_score(name, images, k, v, patch) for name in SCORES}
 
 
 def thresholds(scores):
@@ -161,69 +168,67 @@ def right_without(model, images, labels, out):
         return model(images).argmax(1) == labels
 
 
-@torch.no_grad()
 def outcomes(model, images, labels, kind, limits):
     """Corrupt images; return {condition: which answers are right (B,)} and {score: AUC}.
 
-    limits: the result of `thresholds`.
+    limits: the result of `thresholds`. On clean images, patches are also marked by windows.
     """
-    with torch.enable_grad():
-        x, hit = corrupted(model, images, labels, kind)
-    windows = kind in BLOCKS
-    right = {TRAINED: model(x).argmax(1) == labels, ORACLE: right_without(model, x, labels, hit)}
+    x, hit = corrupted(model, images, labels, kind)
+    right = {TRAINED: model(x).argmax(1) == labels,
+             ORACLE: right_without(model, x, labels, hit)}
     areas = {}
     for name, score in all_scores(model, x).items():
-        values = over_windows(score) if windows else score
+        values = over_windows(score) if kind in BLOCKS else score
         if kind != "clean":
-            areas[name] = auc(values, hit).mean().item()
+            areas[name] = round(auc(values, hit).mean().item(), 4)
         for rule in RULES:
-            out = values > limits[name, rule, windows]
+            out = values > limits[name, rule, kind in BLOCKS]
             right[f"{name}; {rule}"] = right_without(model, x, labels, out)
+            if kind == "clean":
+                out = over_windows(score) > limits[name, rule, True]
+                right[f"{name}; {rule}; windows"] = right_without(model, x, labels, out)
     return right, areas
 
 
 def packed(right):
-    """Return outcomes (B,) bool as base64 text."""
-    return base64.b64encode(np.packbits(right.numpy())).decode()
+    """Return outcomes {condition: (B,) bool} as base64 texts."""
+    texts = {}
+    for name, values in right.items():
+        bits = np.packbits(values.numpy())
+        texts[name] = base64.b64encode(bits).decode()
+    return texts
 
 
-def about(checkpoint, model):
-    """Return the fields of a row that name its network."""
+class Measured(NamedTuple):
+    """A network with its test images and the thresholds of its detectors."""
+    model: torch.nn.Module
+    images: torch.Tensor                # (B, 3, S, S)
+    labels: torch.Tensor                # (B,)
+    limits: dict                        # the result of `thresholds`
+    about: dict                         # the fields of a row that name the network
+
+
+def load(path, n, data_dir):
+    """Load a checkpoint with n test images of its data set: a Measured."""
+    model, checkpoint = probe.load_model(path)
     flags = checkpoint["args"]
-    return dict(data=flags.get("data", "shapes"), network=model.config.attn, seed=flags["seed"])
+    clean, _ = load_images(checkpoint, "train", CLEAN, data_dir)
+    images, labels = load_images(checkpoint, "test", n, data_dir)
+    about = dict(data=flags.get("data", "shapes"), network=model.config.attn,
+                 seed=flags["seed"], images=n)
+    return Measured(model, images, labels, thresholds(all_scores(model, clean)), about)
 
 
 def measure(path, n, data_dir=None):
     """Yield one row per kind of corruption of a network."""
-    model, checkpoint = probe.load_model(path)
-    clean, _ = load_images(checkpoint, "train", CLEAN, data_dir)
-    images, labels = load_images(checkpoint, "test", n, data_dir)
-    limits = thresholds(all_scores(model, clean))
+    model, images, labels, limits, about = load(path, n, data_dir)
     for kind in ("clean", *KINDS):
         right, areas = outcomes(model, images, labels, kind, limits)
-        if kind == "clean":                     # windows are another detector on clean images, too
-            right |= clean_windows(model, images, labels, limits)
-        yield about(checkpoint, model) | dict(
-            kind=kind, images=n, auc={name: round(area, 4) for name, area in areas.items()},
-            right={name: packed(values) for name, values in right.items()},
-            **common.origin(torch.device("cpu")))
-
-
-@torch.no_grad()
-def clean_windows(model, images, labels, limits):
-    """Return outcomes on clean images if patches are marked by windows."""
-    found = {}
-    for name, score in all_scores(model, images).items():
-        for rule in RULES:
-            out = over_windows(score) > limits[name, rule, True]
-            found[f"{name}; {rule}; windows"] = right_without(model, images, labels, out)
-    return found
+        row = about | dict(kind=kind, auc=areas, right=packed(right))
+        yield row | common.origin(torch.device("cpu"))
 
 
 # --- attacks that know the detector ---------------------------------------------------------------
-
-DETECTORS = (ONE, FOUR, MAHALANOBIS, VARIATION)
-
 
 def defended(model, detector, limit, images, labels):
     """Return which answers are right if marked patches are left out. limit: the threshold."""
@@ -251,7 +256,8 @@ def attack_step(value, x, where, size):
     return torch.where(where, moved, x.detach())
 
 
-def survivors(model, detector, limit, images, labels, steps=KNOWING_STEPS, weights=WEIGHTS):
+def survivors(model, detector, limit, images, labels, steps=KNOWING_STEPS,
+              weights=WEIGHTS):
     """Return which images stay right under all knowing attacks, (B,) bool, by weight.
 
     Every attack changes one block of 2 x 2 patches, from grey, in steps that become smaller. An
@@ -259,8 +265,9 @@ def survivors(model, detector, limit, images, labels, steps=KNOWING_STEPS, weigh
     that are wrong already are not attacked again. Returns {weight: (B,)}, from first to last.
     """
     patch = model.config.patch_size
-    hit = random_block(torch.arange(len(images)), images.shape[-1] // patch)
-    where = patches_to_pixels(hit, images.shape[-1] // patch, patch)
+    side = images.shape[-1] // patch
+    hit = random_block(torch.arange(len(images)), side)
+    where = patches_to_pixels(hit, side, patch)
     alive = torch.ones(len(images), dtype=torch.bool)
     found = {}
     for weight in weights:
@@ -270,35 +277,34 @@ def survivors(model, detector, limit, images, labels, steps=KNOWING_STEPS, weigh
             if not len(rows):
                 break
             x.requires_grad_()
-            value = objective(model, detector, limit, x, labels[rows], hit[rows], weight)
+            value = objective(model, detector, limit, x, labels[rows], hit[rows],
+                              weight)
             x = attack_step(value, x, where[rows], 0.2 * (1 - step / steps))
             if (step + 1) % 20 == 0:
-                alive[rows] &= defended(model, detector, limit, x, labels[rows])
-                left = alive[rows]
-                rows, x = rows[left], x[left]
+                right = defended(model, detector, limit, x, labels[rows])
+                alive[rows] &= right
+                rows = rows[right]
+                x = x[right]
         found[weight] = alive.clone()
     return found
 
 
 def knowing_rows(path, n, data_dir=None):
     """Yield one row per detector: who survives the attacks that know it."""
-    model, checkpoint = probe.load_model(path)
-    clean, _ = load_images(checkpoint, "train", CLEAN, data_dir)
-    images, labels = load_images(checkpoint, "test", n, data_dir)
-    limits = thresholds(all_scores(model, clean))
+    model, images, labels, limits, about = load(path, n, data_dir)
     x, hit = corrupted(model, images, labels, "adversarial")
     for detector in DETECTORS:
-        limit = limits[detector, RULES[0], True]
-        by_weight = survivors(model, detector, limit, images, labels)
-        right = {"clean": defended(model, detector, limit, images, labels),
-                 "attack without knowledge": defended(model, detector, limit, x, labels),
+        at = model, detector, limits[detector, RULES[0], True]
+        by_weight = survivors(*at, images, labels)
+        right = {"clean": defended(*at, images, labels),
+                 "attack without knowledge": defended(*at, x, labels),
                  ORACLE: right_without(model, images, labels, hit)}
-        right |= {f"up to weight {weight:g}": alive for weight, alive in by_weight.items()}
+        for weight, alive in by_weight.items():
+            right[f"up to weight {weight:g}"] = alive
         right["worst"] = by_weight[WEIGHTS[-1]]
-        yield about(checkpoint, model) | dict(
-            kind="knowing", detector=detector, images=n, steps=KNOWING_STEPS,
-            right={name: packed(values) for name, values in right.items()},
-            **common.origin(torch.device("cpu")))
+        row = about | dict(kind="knowing", detector=detector, steps=KNOWING_STEPS,
+                           right=packed(right))
+        yield row | common.origin(torch.device("cpu"))
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -320,7 +326,8 @@ def read_rows(path=ROWS, data="shapes", network="symmetric"):
 
 def gap(found, kind, first, second=TRAINED):
     """Subtract the outcomes of two conditions, seed by seed: a Difference, see `over`."""
-    first, second = found.get((kind, first), {}), found.get((kind, second), {})
+    first = found.get((kind, first), {})
+    second = found.get((kind, second), {})
     seeds = sorted(first.keys() & second.keys())
     return over([first[seed] - second[seed] for seed in seeds])
 
@@ -352,7 +359,8 @@ for _kind in PRIMARY_KINDS:
 def tests(found):
     """Return the planned contrasts: {test: (Difference, p after Holm's correction over all)}."""
     gaps = {name: gap(found, *test) for name, test in TESTS.items()}
-    p = holm({name: d.p if math.isfinite(d.p) else 1.0 for name, d in gaps.items()})
+    known = {name: d.p for name, d in gaps.items() if math.isfinite(d.p)}
+    p = holm(dict.fromkeys(TESTS, 1.0) | known)         # counts all tests, also without rows
     return {name: (d, p[name]) for name, d in gaps.items()}
 
 
@@ -370,7 +378,8 @@ def tests_table(found):
             body.append([name, show(d, bold=p < 0.05), show_p(p), show(ceiling),
                          f"{power(d):.1f}"])
     return common.table(body, ["points of accuracy", "difference", "p, Holm",
-                               "oracle minus the same baseline", "detectable with 80 % power"])
+                               "oracle minus the same baseline",
+                               "detectable with 80 % power"])
 
 
 def accuracy_table(found, rule):
@@ -393,20 +402,23 @@ def auc_table(data, network):
             if (row["data"], row["network"]) == (data, network)]
     body = []
     for name in SCORES:
-        means = [np.mean([row["auc"][name] for row in rows if row["kind"] == kind])
-                 for kind in KINDS]
-        body.append([name, *(f"{mean:.2f}" for mean in means)])
+        cells = []
+        for kind in KINDS:
+            areas = [row["auc"][name] for row in rows if row["kind"] == kind]
+            cells.append(f"{np.mean(areas):.2f}" if areas else "")
+        body.append([name, *cells])
     return common.table(body, ["AUC", *KINDS])
 
 
 def knowing_table(found):
     """Format the accuracy of defended networks, in %, under attacks that know the detector."""
-    conditions = ("clean", "attack without knowledge", f"up to weight {WEIGHTS[0]:g}", "worst",
-                  ORACLE)
+    conditions = ("clean", "attack without knowledge", f"up to weight {WEIGHTS[0]:g}",
+                  "worst", ORACLE)
     body = []
     for detector in DETECTORS:
         if (detector, "worst") in found:
-            cells = [show(level(found, detector, name)).replace("+", "") for name in conditions]
+            levels = [level(found, detector, name) for name in conditions]
+            cells = [show(d).replace("+", "") for d in levels]
             body.append([detector, *cells])
     return common.table(body, ["detector", *conditions])
 
@@ -415,8 +427,8 @@ def clean_windows_table(found):
     """Format the clean accuracy minus as trained if windows are marked."""
     body = []
     for name in SCORES:
-        body.append([name, *(show(gap(found, "clean", f"{name}; {rule}; windows"))
-                             for rule in RULES)])
+        gaps = [gap(found, "clean", f"{name}; {rule}; windows") for rule in RULES]
+        body.append([name, *[show(d) for d in gaps]])
     return common.table(body, ["clean images, windows of 2 x 2 patches", *RULES])
 
 
@@ -447,21 +459,24 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = p.add_argument
-    flag("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
+    flag("--ckpt", nargs="+", default=[], help="measure these runs or checkpoints")
     flag("--images", type=int, help=f"test images per network (default: {IMAGES}; "
          f"--knowing: {KNOWING_IMAGES})")
-    flag("--knowing", action="store_true", help="attack each network and its detector together")
+    flag("--knowing", action="store_true",
+         help="attack each network and its detector together")
     flag("--data_dir", help="the folder of CIFAR-10, for checkpoints of --data cifar10")
-    flag("--out", type=Path, help="append the rows of --ckpt to this file (default: the stored "
-         "rows)")
+    flag("--out", type=Path,
+         help="append the rows of --ckpt to this file (default: the stored rows)")
     args = p.parse_args(argv)
     if not args.ckpt:
         return print(tables())
-    out = args.out or (KNOWING if args.knowing else ROWS)
-    images = args.images or (KNOWING_IMAGES if args.knowing else IMAGES)
+    if args.knowing:
+        rows_of, out, images = knowing_rows, KNOWING, KNOWING_IMAGES
+    else:
+        rows_of, out, images = measure, ROWS, IMAGES
     for path in args.ckpt:
-        for row in (knowing_rows if args.knowing else measure)(path, images, args.data_dir):
-            with open(out, "a") as file:
+        for row in rows_of(path, args.images or images, args.data_dir):
+            with open(args.out or out, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Which corrupted tokens can robust PCA find: does flatness hide a token, or repetition?
+"""Does flatness hide a corrupted token from robust PCA, or does repetition?
 
     python -m studies.repetition                                  # tables of the stored rows
     python -m studies.repetition --ckpt weights/shapes_symmetric.pt --out FILE
@@ -27,11 +27,11 @@ import torch.nn.functional as F
 import common
 from data.rng import PATCH_VALUES, uniform
 from studies import pretrained, probe
-from studies.scores import (FOUR, LENGTH, MAHALANOBIS, ONE, PAP, PURSUIT, VARIATION, length, look,
-                            mahalanobis, outlier_pursuit, pap_score, patches_to_pixels,
-                            pursuit_weight, random_places, robust_pca_scores, row_sums,
-                            total_variation)
-from studies.stats import NONE, Difference, holm, paired_t, show, show_p
+from studies.scores import (FOUR, LENGTH, MAHALANOBIS, ONE, PAP, PURSUIT, VARIATION,
+                            length, look, mahalanobis, outlier_pursuit, pap_score,
+                            patches_to_pixels, pursuit_weight, random_places,
+                            robust_pca_scores, row_sums, total_variation)
+from studies.stats import NONE, holm, paired_t, show, show_p
 from studies.where_is_s import auc
 
 FOLDER = Path(__file__).parent / "results/repetition"
@@ -39,14 +39,23 @@ ROWS = FOLDER / "rows.jsonl"
 COUNTS = (1, 2, 3, 6, 12)
 TEXT_COUNTS = (6, 1, 12, 3)              # in the order of measuring
 PLANNED = 6                             # number of corrupted tokens in the tests
-KINDS = ("fresh noise", "same noise", "own colour", "one colour", "mixed noise", "white")
+KINDS = ("fresh noise", "same noise", "own colour", "one colour", "mixed noise",
+         "white")
 TEXT_KINDS = ("random words", "one word", "AAA", "other text")
 PURSUIT_ONE = f"{PURSUIT}, for 1"       # lambda for one outlier, whatever the number is
 SCORES = (ONE, FOUR, PURSUIT, PURSUIT_ONE, MAHALANOBIS, PAP, LENGTH, VARIATION)
-IMAGES, TEXTS, PURSUIT_TEXTS, TOKENS = 100, 500, 40, 64
+IMAGES = 100
+TEXTS = 500
+PURSUIT_TEXTS = 40                      # of them for outlier pursuit, which takes the longest
+TOKENS = 64
 
 
 # --- corrupted images -----------------------------------------------------------------------------
+
+def spread_out(numbers, patch):
+    """Give all pixels of a patch its number: (B, C, h, w) to (B, C, h * patch, w * patch)."""
+    return numbers.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
+
 
 def corrupt(images, kind, n, patch):
     """Replace n patches per image. Return the images, and which patches are corrupted, (B, P) bool.
@@ -69,21 +78,20 @@ def corrupt(images, kind, n, patch):
         case "same noise":
             new = noise[:, :, :patch, :patch].repeat(1, 1, side, side)
         case "own colour":
-            new = colours.repeat_interleave(patch, 2).repeat_interleave(patch, 3)
+            new = spread_out(colours, patch)
         case "one colour":
             new = colours[:, :, :1, :1].expand_as(images)
         case "mixed noise":
-            weights = uniform(index, 3 * side * side, 2, PATCH_VALUES).view(-1, 3, side, side)
-            weights = weights / weights.sum(1, keepdim=True)
+            shares = uniform(index, 3 * side * side, 2, PATCH_VALUES).view_as(colours)
+            shares = spread_out(shares / shares.sum(1, keepdim=True), patch)
             new = 0
             for i in range(3):
-                tile = noise[:, :, :patch, i * patch:(i + 1) * patch].repeat(1, 1, side, side)
-                weight = weights[:, i:i + 1].repeat_interleave(patch, 2)
-                new = new + weight.repeat_interleave(patch, 3) * tile
+                tile = noise[:, :, :patch, i * patch:(i + 1) * patch]
+                new = new + shares[:, i:i + 1] * tile.repeat(1, 1, side, side)
         case "white":
             new = torch.ones_like(images)
         case _:
-            raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
+            raise ValueError(f"kind is {kind!r}, expected one of {KINDS}")
     return torch.where(patches_to_pixels(hit, side, patch), new, images), hit
 
 
@@ -117,7 +125,7 @@ def corrupt_texts(ids, kind, n, words, aaa):
             hit = (place >= first) & (place < first + n)
             new = ids.roll(B // 2, 0)
         case _:
-            raise ValueError(f"kind is {kind!r}, expected one of {', '.join(TEXT_KINDS)}")
+            raise ValueError(f"kind is {kind!r}, expected one of {TEXT_KINDS}")
     return torch.where(hit, new, ids), hit
 
 
@@ -149,33 +157,52 @@ def pursuit_scores(k, n):
 
 
 @torch.no_grad()
-def image_values(model, images):
-    """Return the mean AUC over images: {kind: {n: {score: AUC}}}."""
+def image_areas(model, images, kind, n):
+    """Corrupt n patches per image; return the mean AUC over images, {score: AUC}."""
     patch = model.config.patch_size
-    values = {}
-    for kind in KINDS:
-        for n in COUNTS:
-            x, hit = corrupt(images, kind, n, patch)
-            _, k, v = look(model, x)
-            scores = quick_scores(k, v) | pursuit_scores(k, n)
-            scores = {name: score[:, 1:] for name, score in scores.items()}     # no class token
-            scores[VARIATION] = total_variation(x, patch)
-            means = {name: round(auc(score, hit).mean().item(), 4) for name, score in scores.items()}
-            values.setdefault(kind, {})[n] = means
-    return values
+    x, hit = corrupt(images, kind, n, patch)
+    _, k, v = look(model, x)
+    scores = {VARIATION: total_variation(x, patch)}
+    for name, score in (quick_scores(k, v) | pursuit_scores(k, n)).items():
+        scores[name] = score[:, 1:]                         # without the class token
+    areas = {}
+    for name, score in scores.items():
+        areas[name] = round(auc(score, hit).mean().item(), 4)
+    return areas
 
 
 def image_row(path, n, data_dir=None):
-    """Measure a network on n test images. Returns its row."""
+    """Measure a network on n test images. Returns its row.
+
+    values: {kind: {number of corrupted patches: {score: AUC}}}.
+    """
     model, checkpoint = probe.load_model(path)
     flags = checkpoint["args"] | dict(data_dir=data_dir)
     images, _ = probe.load_test_images(checkpoint | dict(args=flags), model.config, n)
-    data = flags.get("data", "shapes")
-    return dict(data=data, network=model.config.attn, seed=flags["seed"], images=n,
-                values=image_values(model, images), **common.origin(torch.device("cpu")))
+    values = {}
+    for kind in KINDS:
+        areas = [image_areas(model, images, kind, count) for count in COUNTS]
+        values[kind] = dict(zip(COUNTS, areas))
+    about = dict(data=flags.get("data", "shapes"), network=model.config.attn,
+                 seed=flags["seed"], images=n)
+    return about | dict(values=values) | common.origin(torch.device("cpu"))
 
 
 @torch.no_grad()
+def text_areas(bert, ids, hit, n):
+    """Return the AUC of each score in each layer and text, {score: (layers, texts)}."""
+    layers = []
+    bert(ids, F.scaled_dot_product_attention, layers)
+    areas = {}
+    for heads in layers:
+        scores = quick_scores(heads.k, heads.v)
+        scores |= pursuit_scores(heads.k[:PURSUIT_TEXTS], n)
+        for name, score in scores.items():
+            inner = score[:, 1:-1]                          # without [CLS] and [SEP]
+            areas.setdefault(name, []).append(auc(inner, hit[:len(inner), 1:-1]))
+    return {name: torch.stack(of) for name, of in areas.items()}
+
+
 def text_rows(folder, texts):
     """Measure all-MiniLM-L6-v2. Yields a row for each kind and number of corrupted tokens.
 
@@ -183,41 +210,38 @@ def text_rows(folder, texts):
     """
     bert, tokenizer = pretrained.load_bert(folder)
     bert.weights = {name: w.float() for name, w in bert.weights.items()}
-    ids = pretrained.tokenise(tokenizer, pretrained.read_paragraphs(texts), TOKENS, TEXTS)
-    words, aaa = whole_words(tokenizer), tokenizer.token_to_id("aaa")
+    paragraphs = pretrained.read_paragraphs(texts)
+    ids = pretrained.tokenise(tokenizer, paragraphs, TOKENS, TEXTS)
+    words = whole_words(tokenizer)
+    aaa = tokenizer.token_to_id("aaa")
     for n in TEXT_COUNTS:
         for kind in TEXT_KINDS:
             changed, hit = corrupt_texts(ids, kind, n, words, aaa)
-            areas = {}
-            layers = []
-            bert(changed, F.scaled_dot_product_attention, layers)
-            for heads in layers:
-                scores = quick_scores(heads.k, heads.v)
-                scores |= pursuit_scores(heads.k[:PURSUIT_TEXTS], n)
-                for name, score in scores.items():
-                    own = score[:, 1:-1]                    # without [CLS] and [SEP]
-                    areas.setdefault(name, []).append(auc(own, hit[:len(own), 1:-1]))
-            per_text, per_layer = {}, {}
-            for name, of in areas.items():
-                of = torch.stack(of)                        # (layers, texts)
-                per_text[name] = [round(x, 3) for x in of.mean(0).tolist()]
-                per_layer[name] = [round(x, 4) for x in of.mean(1).tolist()]
-            yield dict(data="texts", network="all-MiniLM-L6-v2", kind=kind, n=n, auc=per_text,
-                       layers=per_layer, **common.origin(torch.device("cpu")))
+            row = dict(data="texts", network="all-MiniLM-L6-v2", kind=kind, n=n,
+                       auc={}, layers={})
+            for name, areas in text_areas(bert, changed, hit, n).items():
+                row["auc"][name] = [round(x, 3) for x in areas.mean(0).tolist()]
+                row["layers"][name] = [round(x, 4) for x in areas.mean(1).tolist()]
+            yield row | common.origin(torch.device("cpu"))
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
-def areas(rows, data, network, kind, n, score, skip=()):
+def image_aucs(rows, group, kind, n, score, skip=()):
     """List the AUC of a score, one number per network, in the order of the rows.
 
-    skip: seeds to leave out.
+    group: a key of GROUPS. skip: seeds to leave out.
     """
-    return np.array([row["values"][kind][str(n)][score] for row in rows if row["data"] == data
-                     and row["network"] in network and row["seed"] not in skip])
+    data, networks = GROUPS[group]
+    found = []
+    for row in rows:
+        wanted = row["data"] == data and row["network"] in networks
+        if wanted and row["seed"] not in skip:
+            found.append(row["values"][kind][str(n)][score])
+    return np.array(found)
 
 
-def text_areas(rows, kind, n, score):
+def text_aucs(rows, kind, n, score):
     """Return the AUC of a score in each text, the mean over layers; empty without rows."""
     for row in rows:
         if row["data"] == "texts" and (row["kind"], row["n"]) == (kind, n):
@@ -225,11 +249,13 @@ def text_areas(rows, kind, n, score):
     return np.array([])
 
 
-def minus(first, second):
-    """Subtract AUCs, network by network or text by text: a Difference."""
-    return paired_t(first - second) if len(first) and len(first) == len(second) else NONE
-
-
+SCENES = "scenes, symmetric"
+GROUPS = {                              # title: (data, networks)
+    SCENES: ("shapes", ("symmetric",)),
+    "scenes, softmax": ("shapes", ("softmax",)),
+    "scenes, RPC": ("shapes", ("rpc",)),
+    "CIFAR-10, four networks": ("cifar10", ("softmax", "symmetric", "rpc", "rpca")),
+}
 TESTS = {
     "same noise minus fresh noise": ("same noise", "fresh noise"),
     "one colour minus own colour": ("one colour", "own colour"),
@@ -239,19 +265,26 @@ TESTS = {
 }
 
 
-def contrast(rows, test, score=ONE, n=PLANNED, network=("symmetric",), data="shapes", skip=()):
-    """Return the Difference of a test of the plan, for any score, number and network."""
-    first, second = TESTS[test]
-    if test.startswith("texts"):
-        return minus(text_areas(rows, first, n, score), text_areas(rows, second, n, score))
-    at = rows, data, network
-    return minus(areas(*at, first, n, score, skip), areas(*at, second, n, score, skip))
+def contrast(rows, test, score=ONE, n=PLANNED, group=SCENES, skip=()):
+    """Return the Difference of a test of the plan, for any score, number and group.
+
+    It is paired: network by network, or text by text.
+    """
+    pair = []
+    for kind in TESTS[test]:
+        if test.startswith("texts"):
+            pair.append(text_aucs(rows, kind, n, score))
+        else:
+            pair.append(image_aucs(rows, group, kind, n, score, skip))
+    first, second = pair
+    return paired_t(first - second) if len(first) and len(second) else NONE
 
 
-def tests(rows, skip=()) -> dict[str, tuple[Difference, float]]:
-    """Return the planned contrasts: {test: (Difference, p after Holm's correction over all)}."""
+def tests(rows, skip=()):
+    """Return the planned contrasts: {test: (Difference, p after Holm's correction)}."""
     found = {test: contrast(rows, test, skip=skip) for test in TESTS}
-    p = holm({test: d.p if math.isfinite(d.p) else 1.0 for test, d in found.items()})
+    known = {test: d.p for test, d in found.items() if math.isfinite(d.p)}
+    p = holm(dict.fromkeys(TESTS, 1.0) | known)         # counts all tests, also without rows
     return {test: (d, p[test]) for test, d in found.items()}
 
 
@@ -261,67 +294,69 @@ def tests_table(rows):
     body = []
     for test, (d, p) in tests(rows).items():
         again, p_again = fresh[test]
-        body.append([test, show(d, 2), str(d.n), show_p(p), show(again, 2), show_p(p_again)])
-    return common.table(body, ["AUC of robust PCA, 1 step, 6 corrupted tokens", "difference", "n",
-                               "p, Holm", "without seed 0", "p, Holm"])
+        cells = [show(d, 2), str(d.n), show_p(p), show(again, 2), show_p(p_again)]
+        body.append([test, *cells])
+    title = "AUC of robust PCA, 1 step, 6 corrupted tokens"
+    return common.table(body, [title, "difference", "n", "p, Holm", "without seed 0",
+                               "p, Holm"])
 
 
-def cell(values, digits=2):
+def cell(values):
     """Format numbers as a mean with a 95 % interval, "" without numbers."""
-    return show(paired_t(values), digits).replace("+", "") if len(values) else ""
+    return show(paired_t(values), 2).replace("+", "") if len(values) else ""
 
 
-def law_table(rows, data, network):
+def law(rows, group, kind, n):
+    """Format the mean AUC of robust PCA after one and four steps, as "0.99 / 0.98"."""
+    means = []
+    for score in (ONE, FOUR):
+        mean = image_aucs(rows, group, kind, n, score).mean()
+        means.append(f"{mean:.2f}")
+    return " / ".join(means)
+
+
+def law_table(rows, group):
     """Format the AUC of robust PCA after one and four steps: kinds by numbers of patches."""
     body = []
     for kind in KINDS:
-        cells = []
-        for n in COUNTS:
-            means = [areas(rows, data, network, kind, n, score).mean() for score in (ONE, FOUR)]
-            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
+        cells = [law(rows, group, kind, n) for n in COUNTS]
         body.append([kind, *cells])
-    return common.table(body, ["corrupted patches of 64, one step / four steps",
-                               *map(str, COUNTS)])
+    titles = [str(n) for n in COUNTS]
+    return common.table(body, ["patches of 64, one step / four steps", *titles])
 
 
-def score_table(rows, data, network, n):
+def score_table(rows, group, n):
     """Format the AUC of all scores for n corrupted patches: kinds by scores."""
     body = []
     for kind in KINDS:
-        body.append([kind, *(cell(areas(rows, data, network, kind, n, score))
-                             for score in SCORES)])
-    return common.table(body, [f"{n} corrupted patches", *SCORES])
+        cells = [cell(image_aucs(rows, group, kind, n, score)) for score in SCORES]
+        body.append([kind, *cells])
+    return common.table(body, [f"corrupted patches: {n}", *SCORES])
 
 
 def texts_table(rows, score):
     """Format the AUC of a score in texts: one row per kind and number, one column per layer."""
+    found = {(row["kind"], row["n"]): row for row in rows if row["data"] == "texts"}
     body = []
     for kind in TEXT_KINDS:
-        for row in sorted((r for r in rows if r["data"] == "texts" and r["kind"] == kind),
-                          key=lambda r: r["n"]):
-            layers = [f"{x:.2f}" for x in row["layers"][score]]
-            body.append([f"{kind}, {row['n']}", *layers, cell(row["auc"][score])])
+        for n in COUNTS:
+            if (kind, n) in found:
+                row = found[kind, n]
+                layers = [f"{x:.2f}" for x in row["layers"][score]]
+                body.append([f"{kind}, {n}", *layers, cell(row["auc"][score])])
     columns = [f"layer {i}" for i in range(len(body[0]) - 2)]
     return common.table(body, [f"{score}: kind, corrupted words", *columns,
                                "mean of layers (95 % interval over texts)"])
 
 
-GROUPS = {                              # title: (data, networks)
-    "scenes, symmetric": ("shapes", ("symmetric",)),
-    "scenes, softmax": ("shapes", ("softmax",)),
-    "scenes, RPC": ("shapes", ("rpc",)),
-    "CIFAR-10, four networks": ("cifar10", ("softmax", "symmetric", "rpc", "rpca")),
-}
-
-
 def tables(rows):
     """Format all rows as Markdown."""
     parts = ["## Planned contrasts", tests_table(rows)]
-    for title, at in GROUPS.items():
-        number = len(areas(rows, *at, KINDS[0], PLANNED, ONE))
+    for group in GROUPS:
+        number = len(image_aucs(rows, group, KINDS[0], PLANNED, ONE))
         if number:
-            parts += [f"## {title}: {number} networks", law_table(rows, *at)]
-            parts += [score_table(rows, *at, n) for n in (1, PLANNED, 12)]
+            parts += [f"## {group}; networks: {number}", law_table(rows, group)]
+            parts += [score_table(rows, group, n) for n in (1, PLANNED, 12)]
     if any(row["data"] == "texts" for row in rows):
         parts.append("## all-MiniLM-L6-v2")
         parts += [texts_table(rows, score) for score in SCORES if score != VARIATION]
@@ -332,22 +367,27 @@ def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     flag = p.add_argument
-    flag("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
-    flag("--images", type=int, default=IMAGES, help=f"test images per network (default: {IMAGES})")
+    flag("--ckpt", nargs="+", default=[], help="measure these runs or checkpoints")
+    flag("--images", type=int, default=IMAGES,
+         help=f"number of test images (default: {IMAGES})")
     flag("--data_dir", help="the folder of CIFAR-10, for checkpoints of --data cifar10")
-    flag("--weights", type=Path, metavar="FOLDER", help="measure the transformer in this folder")
-    flag("--texts", type=Path, metavar="FILE", help="a text file with one paragraph per line")
-    flag("--out", type=Path, default=ROWS, help="append the rows to this file, or print its "
-         "tables (default: the stored rows)")
+    flag("--weights", type=Path, metavar="FOLDER",
+         help="measure the transformer in this folder")
+    flag("--texts", type=Path, metavar="FILE", help="a file with one paragraph per line")
+    flag("--out", type=Path, default=ROWS,
+         help="append rows to this file, or print its tables (default: stored rows)")
     args = p.parse_args(argv)
+    if args.weights and not args.texts:
+        raise common.InputError("--weights needs --texts; expected a text file with "
+                                "one paragraph per line, for example wiki.train.tokens")
 
-    def measured():
+    def measure():
         for path in args.ckpt:
             yield image_row(path, args.images, args.data_dir)
         if args.weights:
             yield from text_rows(args.weights, args.texts)
 
-    for row in measured():
+    for row in measure():
         with open(args.out, "a") as file:
             file.write(json.dumps(row) + "\n")
     if not args.ckpt and not args.weights:

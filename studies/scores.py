@@ -16,10 +16,21 @@ import math
 import torch
 
 from attention import SelfAttention, robust_pca, rpc_attention, shrink_singular_values
-from robust.patches import corrupt_patches, patches_to_pixels, random_block, random_places
+from robust import patches
 
-ONE, FOUR, PURSUIT = "robust PCA, 1 step", "robust PCA, 4 steps", "outlier pursuit"
-MAHALANOBIS, PAP, LENGTH, VARIATION = "Mahalanobis", "PAP", "length", "total variation"
+# Both studies take these functions from here, so robust/patches.py is imported in one place.
+corrupt_patches = patches.corrupt_patches
+patches_to_pixels = patches.patches_to_pixels
+random_block = patches.random_block
+random_places = patches.random_places
+
+ONE = "robust PCA, 1 step"
+FOUR = "robust PCA, 4 steps"
+PURSUIT = "outlier pursuit"
+MAHALANOBIS = "Mahalanobis"
+PAP = "PAP"
+LENGTH = "length"
+VARIATION = "total variation"
 RIDGE = 0.01                            # of the mean variance, added to the covariance
 
 
@@ -32,7 +43,11 @@ def look(model, images):
     """
     layer = next(m for m in model.modules() if isinstance(m, SelfAttention))
     inputs = []
-    hook = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+
+    def remember(_, args):
+        inputs.append(args[0])
+
+    hook = layer.register_forward_pre_hook(remember)
     try:
         logits = model(images)
     finally:
@@ -81,8 +96,8 @@ def outlier_pursuit(k, lambd, tol=1e-4):
         change = torch.linalg.vector_norm(S - last, dim=(-2, -1))
         if (torch.maximum(error, change) <= tol * size).all():
             return S, L
-    raise ValueError("outlier pursuit has not converged after 2,000 steps; expected keys that are "
-                     "not all equal, and lambd > 0")
+    raise ValueError("outlier pursuit still changes after 2,000 steps; expected keys "
+                     "that are not all equal, and lambd > 0")
 
 
 def pursuit_weight(outliers):
