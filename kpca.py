@@ -318,6 +318,11 @@ def hand_example():
     yield "centred, first row (App. B)", "7/162 -1/162 -5/162 -1/162", G[0]
     yield "eigenvalues sigma_d: N lambda_d (Eq. 11)", "2/27 2/27 2/81 0", sigma
     yield "|a_d|^2 = 1 / sigma_d, |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", a_d.square().sum(0)
+    x = torch.tensor([1, 0, -1, 0], dtype=torch.float64)
+    a = x * (x.square().sum() * sigma[0]).rsqrt()               # so that |a|^2 = 1 / sigma
+    yield "an axis, a = 2.598 (1, 0, -1, 0): a^2", "27/4 0 27/4 0", a.square()
+    yield "  G~ a / a, where a is not 0: sigma", "2/27 2/27", (G @ a / a)[::2]
+    yield "  v = a / g = 0.577 (1, 0, -1, 0): v^2", "1/3 0 1/3 0", (a / g(k, k)[:, 0]).square()
     V = theoretical_values(axes, 3)
     yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ E @ V)[0]
     yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()

@@ -22,7 +22,8 @@ from PIL import Image
 
 import common
 import kpca
-from attention import FORMS, layer_inputs, rpc_attention, symmetric_attention
+from attention import (FORMS, layer_inputs, penalty, rpc_attention, soft_threshold,
+                       symmetric_attention)
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from models import load_classifier
@@ -278,13 +279,18 @@ def draw_ruler():
          way_high=way.mean() + half)
 
 
+def cosine(a, b):
+    """Return the cosine of the angle between two tensors."""
+    return (a * b).sum() / (a.norm() * b.norm())
+
+
 def draw_residual():
-    """3. The residual and the share of S by step: three variants of Algorithm 1, and ADMM."""
+    """3. The residual and the share of S by step: variants of Algorithm 1, a random L, and ADMM."""
     attn, x = layer_inputs(network("rpc"), scenes(64)[0])[0]
     _, k, v = attn.project(x)
     last, numbers = 12, {}
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4))
-    figure.suptitle("Do four steps make L + S equal to K?")
+    figure.suptitle("For which L does K \u2212 L \u2212 S vanish?")
 
     def draw(name, parts, keys, words, ups, **style):
         """Draw |K - L - S| / |K| and the share of entries of S that are not 0, for each step."""
@@ -296,18 +302,30 @@ def draw_residual():
         numbers.update({f"{name} residual {i}": x for i, x in enumerate(rest, 1)})
         numbers.update({f"{name} share {i}": x for i, x in enumerate(share, 1)})
 
-    words = {"released": ("released", "-", (0.02, 0)), "paper": ("printed", "--", (0.05, -5)),
+    words = {"released": ("released", "-", (0.09, -4)), "paper": ("printed", "--", (0.05, -5)),
              "admm": ("ADMM sign", "-.", (-0.07, 3))}
     for form, (said, style, ups) in words.items():
         trace = []
         rpc_attention(k, v, n_iter=last, lambd=4, **FORMS[form], trace=trace)
         parts = [(step["L"], step["S"]) for step in trace]
         draw(form, parts, k, said, ups, **look("rpc", linestyle=style, markersize=5))
+        if form == "released":
+            for i, (L, S) in enumerate(parts[:4], 1):
+                for name, x in {"K": k, "K - L": k - L}.items():
+                    numbers[f"cosine of S and {name}, step {i}"] = cosine(S, x)
+    # The released loop, but L is one random matrix, the same in each step
+    L = k.std() * torch.randn(k.shape, generator=torch.Generator().manual_seed(0))
+    tau, Z, last_L, parts = 4 * penalty(k), 0, 0, []
+    for _ in range(last):
+        S = soft_threshold(k - last_L + Z, tau)
+        Z, last_L = Z + k - L - S, L
+        parts.append((L, S))
+    draw("random", parts, k, "random L", (0.06, 3), color="grey", marker="x", markersize=5)
     heads = k[:8].flatten(0, 1).double()                            # 16 matrices (65, D)
     parts = [[kpca.pcp(M, tol=0, max_iter=i) for M in heads] for i in range(1, last + 1)]
     parts = [[torch.stack(part) for part in zip(*of)] for of in parts]
-    draw("pursuit", parts, heads, "real ADMM", (0.0, 0), color="black", marker="s", markersize=5)
-    left.set(title="|K \u2212 L \u2212 S| / |K|", ylim=(-0.03, 1.4))
+    draw("pursuit", parts, heads, "real ADMM", (-0.01, 0), color="black", marker="s", markersize=5)
+    left.set(title="|K \u2212 L \u2212 S| / |K|", ylim=(-0.03, 1.45))
     right.set(title="entries of S that are not 0, %", ylim=(-2, 104))
     for ax in (left, right):
         ax.set(xlabel="step", xlim=(0.7, 17.5), xticks=[1, 4, 8, 12])

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 import common
-from studies import (arms, kernel_pca, language, line, perfect_s, pretrained, pro_attention,
-                     probe, robust_pca, where_is_s)
+from studies import (arms, kernel_pca, language, left_out, line, perfect_s, pretrained,
+                     pro_attention, probe, repetition, robust_pca, where_is_s)
 from studies.stats import (accuracy, crossed, detectable, digits_of, holm, interval, paired_t,
                            show, show_p, spread)
 
@@ -389,9 +389,9 @@ def rpca(pair, measure, what="difference"):
     """Describe the difference of two arms of studies.robust_pca, "arm - baseline".
 
     what: see `described`; "arm" and "baseline" return the mean accuracies. The names in
-    robust_pca.PREDICTIONS return the difference at equal clean loss. "together" returns the interval
-    that holds together with those of the other planned tests, "one test" the difference that this
-    test alone detects with 80 % power.
+    robust_pca.PREDICTIONS return the difference at equal clean loss. "together" returns the
+    interval that holds together with those of the other planned tests, "one test" the difference
+    that this test alone detects with 80 % power.
     """
     found = robust_pca.read_rows()
     arm, base = pair.split(" - ")
@@ -446,6 +446,73 @@ def real(what, measure, source, layer, form, tokens="64", network="trained"):
     return f"{np.nanmean(units):{form}}"
 
 
+@cache
+def repetition_rows():
+    return common.read_log(repetition.ROWS)
+
+
+def law(kind, n, score="", group=repetition.SCENES, form="interval"):
+    """Return the AUC of a score in studies.repetition, the mean over networks.
+
+    score: "" for robust PCA after one and four steps, "0.99 / 0.98". form: "interval", or a format
+    of the mean alone.
+    """
+    if not score:
+        return repetition.law(repetition_rows(), group, kind, int(n))
+    values = repetition.image_aucs(repetition_rows(), group, kind, int(n), score)
+    return repetition.cell(values) if form == "interval" else f"{values.mean():{form}}"
+
+
+def law_gap(test, what="difference", score=repetition.ONE, n="6", group=repetition.SCENES):
+    """Describe a contrast of studies.repetition; see `described`.
+
+    "holm" is defined for robust PCA, one step, six corrupted tokens. test: see repetition.TESTS.
+    """
+    d = repetition.contrast(repetition_rows(), test, score, int(n), group)
+    p = repetition.tests(repetition_rows())[test][1]
+    return described(d, what, p, len(repetition.TESTS), 2)
+
+
+def law_texts(kind, n, score, layer="mean"):
+    """Return the AUC of a score in texts: of a layer, or the mean over layers with its interval."""
+    row, = (row for row in repetition_rows() if row["data"] == "texts"
+            and (row["kind"], row["n"]) == (kind, int(n)))
+    if layer == "mean":
+        return repetition.cell(row["auc"][score])
+    return f"{row['layers'][score][int(layer)]:.2f}"
+
+
+def left(kind, condition, what="difference", base="as trained", network="shapes, symmetric"):
+    """Describe a condition of studies.left_out minus a base, in points of accuracy.
+
+    condition, base: a score, with rule 1 for its threshold; "score, rule 2"; "as trained"; or
+    "oracle". kind: also "knowing SCORE". what: see `described`; "arm": the accuracy with its
+    interval; "mean arm": without; "auc": the mean AUC.
+    """
+    def stored_name(name):
+        name, comma, rule = name.partition(", rule ")
+        if name not in left_out.SCORES:
+            return name
+        return f"{name}; {left_out.RULES[int(rule or 1) - 1]}"
+
+    path = left_out.ROWS
+    if kind.startswith("knowing "):
+        kind, path = kind.removeprefix("knowing "), left_out.KNOWING
+    found = left_out.read_rows(path, *network.split(", "))
+    if what == "auc":
+        data, attn = network.split(", ")
+        return mean("left_out/rows.jsonl", f"data={data}", f"network={attn}", f"kind={kind}",
+                    f"auc.{condition}", ".2f")
+    name = stored_name(condition)
+    if what in ("arm", "mean arm"):
+        d = left_out.level(found, kind, name)
+        return f"{d.mean:.1f}" if what == "mean arm" else show(d).replace("+", "")
+    test = kind, name, stored_name(base)
+    names = {planned: text for text, planned in left_out.TESTS.items()}
+    p = left_out.tests(found)[names[test]][1] if test in names else math.nan
+    return described(left_out.gap(found, *test), what, p, len(left_out.TESTS))
+
+
 def paper(table, row, base, column, form):
     """Return a difference of two rows in the paper's tables (studies/reproduce/paper.csv).
 
@@ -486,11 +553,11 @@ def pro(variant, measure, baseline=""):
     return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
 
 
-FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule, off,
-                                     apart, pooled, bent, adjusted, fit, mean, kpca, way, toward,
-                                     chosen, nats, beyond, where, where_gap, perfect,
+FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule,
+                                     off, apart, pooled, bent, adjusted, fit, mean, kpca, way,
+                                     toward, chosen, nats, beyond, where, where_gap, perfect,
                                      perfect_trained, contrast, rpca, real, paper, lm_gap,
-                                     lm_perplexity, pro)}
+                                     lm_perplexity, pro, law, law_gap, law_texts, left)}
 
 
 def value(expression):
@@ -637,6 +704,14 @@ def pretrained_page(name):
     return pretrained.tables(rows_of(f"pretrained/{name}.jsonl"))
 
 
+def repetition_page(name):
+    return repetition.tables(rows_of(f"repetition/{name}.jsonl"))
+
+
+def left_out_page(name):
+    return left_out.tables()
+
+
 # {page of results: (command that prints its tables, function, name of the rows)}
 PAGES = {
     "where_is_s/robust_pca.md": ("python -m studies.where_is_s --rows "
@@ -647,6 +722,8 @@ PAGES = {
                                          robust_page, "robust_pca_shipped"),
     "perfect_s/contrast.md": ("python -m studies.perfect_s --contrast", contrast_page, "contrast"),
     "pretrained/details.md": ("python -m studies.pretrained", pretrained_page, "rows"),
+    "repetition/details.md": ("python -m studies.repetition", repetition_page, "rows"),
+    "left_out/details.md": ("python -m studies.left_out", left_out_page, "rows"),
 }
 
 

@@ -147,7 +147,7 @@ def size(x):
 
 
 def mahalanobis(k):
-    """Return the squared Mahalanobis distance of each patch token, summed over heads: (B, N - 1)."""
+    """Return the squared Mahalanobis distance of each patch token, summed over heads: (B, P)."""
     X = k - k.mean(-2, keepdim=True)
     C = X.mT @ X / X.shape[-2]
     variance = C.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]

@@ -17,7 +17,7 @@ RIGHT = {
     1: ["a / g - (E / g @ (a / g)).mean(0)"],
     2: [f"torch.full_like(k, {PHI} + 1)"],
     3: ["0.5", "2", "80", "1"],
-    4: ["0.5", "0.7", "0.8", "0.9"],
+    4: ["0.4", "0.95", "0.5", "0.6"],
     5: ["K * (1 - tau / K.norm(dim=-1, keepdim=True)).clamp(min=0)"],
     6: ["3", "34"],
     7: ["x.sign() * (x.abs() - tau).clamp(min=0)"],
@@ -25,20 +25,25 @@ RIGHT = {
     9: ["shrink(k - L + Z)", "k - S - Z", "softmax_attention(K2, K2, v)", "k - S - L + Z"],
     10: ["95", "88", "58", "58", "100"],
     11: ["(b - a).mean()", "t * (b - a).std() / len(a) ** 0.5"],
+    12: ["0.9", "0.85", "0.7"],
 }
 MISTAKES = {        # (number, hole): {a common mistake: words of its message}
     (1, 0): {"a / g": "not centred", "a / g - (a / g).mean(0)": "its own weights",
              "a / g + (E / g @ (a / g)).mean(0)": "sign of the shift"},
     (2, 0): {"torch.zeros_like(k)": "|h|^2", "torch.ones_like(k)": "3 times longer",
              "torch.full_like(k, 1000.0)": "6 times longer",
+             "torch.full_like(k, 1e90)": "many times longer",
+             "torch.full_like(k, 1e150)": "far too large",
              "torch.full_like(k, torch.inf)": "not finite", "1e9 * q": "expected (6, 4)"},
     (3, 0): {"(...)": "no prediction yet for tau_released", "-1": "from 0 to 100",
              "'half'": "'half', expected a number"},
-    (4, 0): {"(...)": "no prediction yet for auc_of_pixels", "7": "from 0 to 1",
+    (4, 0): {"(...)": "no prediction yet for auc_of_grey_noise", "7": "from 0 to 1",
              "float('nan')": "nan, expected a number"},
     (5, 0): {"K * (K.norm(dim=-1, keepdim=True) > tau)": "shorter",
              "K.sign() * (K.abs() - tau).clamp(min=0)": "single entries",
              "K * (1 - tau / K.norm(dim=-1, keepdim=True))": "backwards"},
+    (12, 1): {"(...)": "no prediction yet for auc_of_six_different", "-1": "from 0 to 1",
+              "None": "None, expected a number"},
     (6, 0): {"(...)": "no prediction yet for axes_of_black", "0": "from 1 to 64", "True": "True"},
     (7, 0): {"x.sign() * (x.abs() - tau)": "must become 0", "(x.abs() - tau).clamp(min=0)": "sign",
              "x * (x.abs() > tau)": "move towards 0", "x.abs_().sub(tau).clamp(min=0)": "sign"},
@@ -122,11 +127,28 @@ def test_predictions_stand_beside_measured_values(tmp_path, monkeypatch):
     assert measured(8, tmp_path)[1] == pytest.approx([100, 4.17, 86.6, 3.53], rel=0.01)
 
 
-def test_auc_of_robust_pca_is_larger(tmp_path, monkeypatch):
-    monkeypatch.setattr(exercises, "load_shapes", lambda split, n: load_shapes(split, n // 5))
-    text, (pixels, real_pixels, attacked, real_attacked) = measured(4, tmp_path)
-    assert 0.4 < pixels < 0.6 < attacked < real_attacked and real_pixels > 0.65
-    assert "0.59 on average" in text
+def test_robust_pca_finds_grey_noise_only(tmp_path):
+    _, (grey, real_grey, pasted, real_pasted) = measured(4, tmp_path)
+    assert grey < 0.5 and real_grey > 0.9
+    assert 0.4 < pasted < 0.6 and 0.5 < real_pasted < 0.7
+
+
+def test_repetition_hides_flat_patches(tmp_path, monkeypatch):
+    text, (one, different, equal) = measured(12, tmp_path)
+    assert one > different + 0.05 > equal + 0.15
+    assert text.count(": close") == 3
+
+
+def test_no_answer_gives_no_traceback(tmp_path):
+    for number in RIGHT:
+        text, right = exercises.judge(number, fill(tmp_path, number, ["None"] * len(RIGHT[number])))
+        assert not right and "Traceback" not in text and "None" in text, text
+
+
+def test_misconception_of_one_axis_is_far(tmp_path, monkeypatch):
+    monkeypatch.setitem(RIGHT, 6, ["1", "30"])
+    text, _ = measured(6, tmp_path)
+    assert "predicted 1, measured 3.00: far" in text and text.count(": close") == 1
 
 
 def test_more_steps_of_attack_leave_less(tmp_path, monkeypatch):

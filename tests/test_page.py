@@ -381,7 +381,7 @@ def test_slides_fit_window_with_readable_text(tmp_path):
         return [innerWidth, innerHeight, found];""", tmp_path)
     assert (width, height) == (1280, 720)
     assert len(found) == page_maker.read("lecture/slides.md").count("\n## ")
-    assert found[17][0] == "try" and found[27][0] == "attack"           # as TEACHING.md says
+    assert found[17][0] == "try" and found[28][0] == "attack"           # as TEACHING.md says
     for name, wide, high, title, least in found:
         assert wide <= 0 and high <= 0 and title >= 40 and least >= 23.5, name
 

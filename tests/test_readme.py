@@ -112,8 +112,8 @@ def test_commands_run_in_order(section, tree, done):
 
 
 def test_page_is_short_and_its_results_have_links():
-    assert len(README.split()) <= 2000
-    table = README.split("## What we found")[1].split("\n\n")[2].splitlines()[2:]
+    assert len(README.split()) <= 1900
+    table = README.split("## What we found")[1].split("\n\n")[1].splitlines()[2:]
     results = [row.strip("| ").split(" | ")[1] for row in table]
     assert len(results) == 6
     for result in results:
@@ -164,7 +164,8 @@ def test_scripts_flags_and_links_on_pages_exist(page):
         made = (f'"{flag}"', f'"--{name}"', f'"{name}"', 'f"--imagenet_' * ("imagenet_" in flag))
         assert flag in OTHERS or any(part and part in CODE for part in made), flag
     for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("http") or (page.parent / link).exists(), link
+        published = link == "../../deployments/github-pages"    # of the repository on GitHub
+        assert published or link.startswith("http") or (page.parent / link).exists(), link
 
 
 def test_names_in_modules_exist():
