@@ -16,8 +16,7 @@ SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)
 SMALL = {"train_cls.py": "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2 --device cpu",
          "train_lm.py": "--data_dir docs/change.md --context 16 --steps 3 --batch_size 4 "
                         "--words 0 --device cpu",
-         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 "
-                         "--num_workers 0 --device cpu",
+         "train_seg.py": "--num_images 32 --batch_size 16 --epochs 1 --max_steps 2 --device cpu",
          "eval_robust.py": "--limit 8 --device cpu"}
 
 

@@ -30,7 +30,7 @@ SMALL = {"train_cls.py": "--max_steps 2",
          "eval_robust.py": "--measures clean pgd --eps 2/255 --steps 1 --limit 8",
          "train_seg.py": "--epochs 1 --max_steps 2 --batch_size 8 --num_workers 0",
          "train_lm.py": "--steps 2 --warmup 0 --context 16 --words 0"}      # per script
-EVALUATION = {"train_seg.py": "--num_workers 0 --limit 4 --severities 3",
+EVALUATION = {"train_seg.py": "--limit 4 --severities 3",
               "train_lm.py": "--limit 500"}                                 # with --eval_only
 
 
