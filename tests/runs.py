@@ -65,8 +65,9 @@ def assert_same_run(a, b, name="last.pt"):
     assert rows(a) == rows(b)
     x, y = (common.load(Path(folder, name)) for folder in (a, b))
     assert repr([x["metrics"], x["best"]]) == repr([y["metrics"], y["best"]])   # NaN != NaN
-    assert x["model"].keys() == y["model"].keys()
-    assert all(torch.equal(x["model"][k], y["model"][k]) for k in x["model"])
+    for weights in {"model", "trained"} & x.keys():             # "trained": with --ema
+        assert x[weights].keys() == y[weights].keys()
+        assert all(torch.equal(x[weights][k], y[weights][k]) for k in x[weights])
     for p, state in x["optimizer"]["state"].items():
         for k, value in state.items():
             other = y["optimizer"]["state"][p][k]

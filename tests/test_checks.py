@@ -127,7 +127,7 @@ def test_the_command_computes_in_float32(monkeypatch):
     command = ["--limit", 5, "--ckpt", ROOT / "weights/shapes_softmax.pt"]
     call(checks.main, command)
     (net, images, labels, name, softmax), = given
-    assert len(images) == len(labels) == 5 and softmax is net and name.startswith("softmax")
+    assert len(images) == len(labels) == 5 and softmax is net and name.endswith("shapes_softmax.pt")
     assert not torch.backends.cudnn.allow_tf32
     monkeypatch.setattr(common, "start_processes", lambda name: (0, 2, torch.device("cpu")))
     assert "expected one process" in refused(checks, command)

@@ -167,7 +167,7 @@ def first_run(tmp_path_factory):
     make_checkpoint(folder / "b.pt", attn="softmax")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(datasets.DATASETS, "shapes", few_scenes)
-        return folder, run("--ckpt", folder / "a.pt", folder / "b.pt", QUICK, [folder / "one"])
+        return folder, run("--ckpt", [folder / "a.pt", folder / "b.pt"], QUICK, [folder / "one"])
 
 
 def test_a_table_has_every_row_once(first_run):
@@ -408,6 +408,9 @@ def test_imagenet_a_and_o_are_scored_image_by_image():
            "--measures imagenet_a imagenet_o --out_dir")
     run(how, "r")
     a, o = read()
+    for flag in ("--imagenet_a", "--imagenet_o"):
+        line = refused(eval_robust, how.replace(f"{flag} {flag[-1]}", f"{flag} x"), flag[2:])
+        assert f"there is no folder x; {flag} selects it" in line
 
     def logits(folder, columns):
         tree = ImageFiles(folder, Namespace(image_size=32, num_workers=0), eval_robust.IMAGENET)
@@ -429,9 +432,6 @@ def test_imagenet_a_and_o_are_scored_image_by_image():
         Path("few/val", name).rename(name)                           # classes of ImageNet-O
     line = refused(eval_robust, how.replace("--data_dir .", "--data_dir few"), "few")
     assert "few/val has no image of the 2 classes of --imagenet_o" in line
-    for flag in ("--imagenet_a", "--imagenet_o"):
-        line = refused(eval_robust, how.replace(f"{flag} ", f"{flag} x"), flag[2:])
-        assert "there is no folder x" in line and f"{flag} selects it" in line
 
 
 def test_released_corruptions_match_the_test_images():

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import train_cls
 import train_lm
 import train_seg
 from data.rng import DROPOUT, seed_from
-from processes import group
+from processes import group, group_results
 from runs import assert_same_run, call, flags, log, make_pairs, make_text, make_tree, refused
 
 SCRIPTS = dict(cls=train_cls, lm=train_lm, seg=train_seg)
@@ -31,7 +32,7 @@ SMALL = dict(
         "--drop_path 0.1")
 # every flag that adds random numbers or state
 RANDOM = dict(
-    cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup 1/3 "
+    cls="--data imagenet --data_dir tree --batch_size 12 --epochs 3 --warmup 1/3 --ema 0.9 "
         "--num_workers 0 --num_ops 2 --erase 0.5 --mixup 0.8 --cutmix 1 --smoothing 0.1 --pad 2 "
         "--repeats 3 --drop_path 0.1 --adv_eps 2/255 --adv_steps 2",
     lm="--attn softmax --cutoffs 5,10 --eval_every 2", seg="")
@@ -193,6 +194,35 @@ def test_amp_is_bf16_in_training(name):
         train(name, "--max_steps 1", amp, "--out_dir", [f"a{amp}"])
         losses += log(f"a{amp}").values()
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+DATA = dict(cls="--data imagenet --data_dir tree --num_workers 0 --batch_size 12", lm="",
+            seg="--batch_size 2")
+
+
+@pytest.mark.parametrize("name, what", [*((name, "data") for name in SCRIPTS), ("cls", "flags")])
+def test_processes_with_other_data_or_flags_stop(name, what):
+    """Nodes have their own disks."""
+    make_tree()
+    for node in ("node0", "node1"):
+        for data in ("tree", "pairs", "text"):
+            shutil.copytree(data, f"{node}/{data}")
+    if what == "data":
+        for pattern in ("tree/train/n0/0.png", "pairs/*/training/8.png"):
+            for path in Path("node1").glob(pattern):
+                path.unlink()
+        shutil.copy("text/wiki.valid.tokens", "node1/text/wiki.train.tokens")
+
+    def main():
+        os.chdir(f"node{os.environ['RANK']}")
+        if what == "flags":
+            sys.argv += ["--lr", f"1e-{3 + int(os.environ['RANK'])}"]
+        SCRIPTS[name].main()
+
+    words = SMALL[name].replace("--num_images 48 ", "")
+    for code, _, err in group_results(main, flags(words, DATA[name], "--out_dir a")):
+        assert code == 1 and f"the processes have different {what}" in err, err
+    assert not list(Path().glob("node*/a/log.jsonl"))
 
 
 def main_and_seed(name):

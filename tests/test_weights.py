@@ -16,15 +16,15 @@ from data import text
 from data.masks import Scenes
 from data.shapes import SHAPES, load_shapes
 from lm import lm_from_checkpoint
+from models import load_classifier
 from runs import call
 from segmenter import evaluate, segmenter_from_checkpoint
-from vit import classifier_from_checkpoint
 
 ROOT = Path(__file__).parent.parent
 WEIGHTS = ROOT / "weights"
 STATED = dict(re.findall(r"^\| (\w+)\.pt \| .+? \| .*?([\d.]+)[^|]*\|$",
                          (WEIGHTS / "README.md").read_text(), re.M))
-REBUILD = {"classification": classifier_from_checkpoint, "segmentation": segmenter_from_checkpoint,
+REBUILD = {"classification": load_classifier, "segmentation": segmenter_from_checkpoint,
            "language modelling": lm_from_checkpoint}
 
 
@@ -52,7 +52,7 @@ def test_classifiers_have_the_stated_recipe_and_accuracy(attn, scenes, tmp_path,
     known = today.keys() & checkpoint["args"].keys() - {"init", "out_dir"}
     assert len(known) > 25 and all(today[key] == checkpoint["args"][key] for key in known)
     assert checkpoint["classes"] == list(SHAPES)
-    model = classifier_from_checkpoint(checkpoint)
+    model = load_classifier(checkpoint)
     with torch.no_grad():
         logits = torch.cat([model(images / 255) for images in scenes.images.split(100)])
     right = (logits.argmax(1) == scenes.labels).double().mean().item()
@@ -71,7 +71,7 @@ def test_networks_on_cifar_have_their_recipe(attn, tmp_path, monkeypatch):
     assert len(known) > 25 and all(today[key] == flags[key] for key in known)
     assert checkpoint["metrics"]["images"] == 10000
     assert f"{checkpoint['metrics']['top1']:.2f}" == STATED[f"cifar10_{attn}"]
-    model = classifier_from_checkpoint(checkpoint)
+    model = load_classifier(checkpoint)
     with torch.no_grad():
         assert model(torch.rand(2, 3, 32, 32)).shape == (2, 10)
 
