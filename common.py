@@ -220,9 +220,10 @@ def parse_layers(text, depth):
     """Turn "0", "0,1,2", "0-3" or "all" into a tuple of layers. InputError for other texts."""
     layers = set()
     for part in text.replace("all", f"0-{depth - 1}").split(","):
-        first, _, last = part.partition("-")
-        if not f"{first}{last or 0}".isdecimal():
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
+        first, last = match.groups()
         layers |= set(range(int(first), int(last or first) + 1))
     if not layers or max(layers) >= depth:
         raise InputError(f"--rpc_layers {text}: expected layers from 0 to {depth - 1}")

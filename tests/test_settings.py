@@ -1,6 +1,5 @@
 """Flags: tables of settings become parsers, recipes set defaults, and docs/data.md's commands parse."""
 
-import math
 import re
 import shlex
 
@@ -136,8 +135,7 @@ def test_recipes_are_the_papers(command):
     elif words[-1] == "base":
         words += ["--clip", "1"]
     found = flags_of(script, [*words, "--data_dir", "x"])
-    wrong = {k: (found[k], v) for k, v in RECIPES[command].items()
-             if found[k] != v and not math.isclose(found[k], v, rel_tol=0.01)}
+    wrong = {k: (found[k], v) for k, v in RECIPES[command].items() if found[k] != v}
     assert not wrong.keys() - {"attn"}, wrong
 
 
