@@ -396,7 +396,7 @@ def test_a_guess_is_a_line(net, wrap, note, capsys):
     for _ in range(2):
         attacks.check_network(wrap(net[0]), net[1][:2], "mine")
     out = capsys.readouterr().out
-    assert note in out and out.count("note: mine") == bool(note)
+    assert note in out and out.count("note: ") == bool(note)
 
 
 @pytest.mark.parametrize("name", ["fgsm", "pgd", "sld", "cw", "apgd-ce"])
