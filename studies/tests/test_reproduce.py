@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import common
 import eval_robust
 import train_cls
 import train_lm
@@ -15,6 +16,8 @@ from fixtures import ROOT
 from studies import arms
 from studies.reproduce import __main__ as reproduce
 
+NETWORKS = {"--init_from": "shapes_symmetric.pt", "--backbone": "shapes_symmetric.pt",
+            "--eval_only": "seg_shapes_rpc.pt"}
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,
            "eval_robust.py": eval_robust, "studies.reproduce.attacks": eval_robust}
 
@@ -93,11 +96,14 @@ def plan(tmp_path, capsys):
 
 def parsed(words, monkeypatch):
     """Parse a command with the parser of its script; return its flags."""
-    if "--init_from" in words:                              # a file that does not exist
-        at = words.index("--init_from")
-        words = words[:at] + words[at + 2:]
+    for flag, stored in NETWORKS.items():                   # of a file that exists
+        if flag in words:
+            at = words.index(flag) + 1
+            words = [*words[:at], str(ROOT / "weights" / stored), *words[at + 1:]]
     script = next(word for word in words if word in PARSERS)
     monkeypatch.setattr(sys, "argv", words[words.index(script):])
+    if script == "train_lm.py" and "--eval_only" in words:
+        return common.parse(train_lm.EVALUATION, "")
     args = PARSERS[script].get_args()
     return args[0] if isinstance(args, tuple) else args
 
@@ -131,9 +137,11 @@ def test_tables_have_the_flags_of_the_paper(plan, monkeypatch):
     symmetric, rpc, *evaluated = runs(plan("table3"), "train_lm.py", monkeypatch)
     assert (rpc.data, rpc.attn, rpc.n_iter, rpc.rpc_layers) == ("wikitext103", "rpc", 4, "0-3")
     assert symmetric.attn == "symmetric" and [args.stride for args in evaluated] == [1, 1]
-    for args in runs(plan("table6"), "train_seg.py", monkeypatch):
-        if not args.eval_only:
-            assert (args.data, args.backbone) == ("ade20k", args.out_dir.replace("seg_", ""))
+    for words in plan("table6"):
+        if "--backbone" in words:
+            encoder, own = (words[words.index(flag) + 1] for flag in ("--backbone", "--out_dir"))
+            assert encoder == own.replace("seg_", "")
+            assert parsed(words, monkeypatch).data == "ade20k"
     for args in runs(plan("table9"), "train_cls.py", monkeypatch):
         assert (args.model, args.batch_size, args.lr) == ("fan_tiny", 512, 2e-3)
         assert (args.drop_path, args.repeats) == (0, 1)
