@@ -387,7 +387,7 @@ def train():
     metrics = {}
     if checkpoint:
         if checkpoint["data_crc"] != crc:
-            raise InputError(f"--resume: the text {data_dir} has changed")
+            raise InputError(f"--resume: the text in {data_dir} has changed")
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
