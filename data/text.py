@@ -138,10 +138,10 @@ def read_paragraphs(path):
 
 
 def read_text(path, known=(), splits=SPLITS):
-    """Return the lines of a text, {split: [words with spaces between them]}; [] if it has none.
+    """Return the lines of a text, {split: [words with spaces between them]}.
 
-    path: see the top of this file. known: the vocabulary of a trained network, see
-    `separate_words`.
+    A part that does not exist is an empty list. path: see the top of this file. known: the
+    vocabulary of a trained network, see `separate_words`.
     """
     if not Path(path).exists():
         raise InputError(f"--data_dir {path} does not exist")
