@@ -327,7 +327,7 @@ def live(lecture, heading="h2"):
 
     lecture: the address of the lecture's text. heading: the tag of the first heading.
     """
-    picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
+    picture = figure("live", "a scene with painted noise, S of RPC-Attention, and S of robust PCA")
     made = read("lecture/web/live.html").replace("<!-- stand-in -->", picture)
     if heading != "h2":
         made = re.sub(r"<h2>(.*?)</h2>", rf"<{heading}>\1</{heading}>", made, count=1)

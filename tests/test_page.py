@@ -621,10 +621,17 @@ def test_rounds_and_chosen_scene_are_described():
           });
           return answers[0] === answers[1];
         });
-        return {right: seen.map(rightGuess), kept,
+        const fooled = (name, scene) => {                   // the query that changes the answer
+          const search = new SquareAttack(clean[scene], STANDARD.eps / 255, 0);
+          while (!search.fallen && search.margins.length < 200)
+            search.tell(margin(network.run(name, search.propose()).logits, data.labels[scene]));
+          return search.margins.length - 1;
+        };
+        return {right: seen.map(rightGuess), kept, queries: [fooled("softmax", 6), fooled("symmetric", 5)],
                 idle: plain(await glance({...STANDARD, paint: NO_PAINT, perfect: 1}, clean[2]),
                             data.classes)};""",
-                    "network", "robust_pca", "damage", "inside", "start")
+                    "network", "robust_pca", "damage", "attack", "inside", "start")
+    assert found["queries"] == [5, 105]                     # the two pictures without paint
     assert found["right"] == [*3 * ["smaller"], "near 0.5", "larger"]
     assert found["kept"].count(False) == 2 and not found["kept"][2]
     assert "in two of the ten scenes" in page_maker.read("lecture/web/live.html")
