@@ -7,12 +7,14 @@
 
 All need markdown-it-py, latex2mathml and pygments; the notebook also needs nbformat,
 nbclient, ipykernel and matplotlib. A reader's browser fetches nothing: the file contains the
-weights of three networks, and lecture/web/network.js runs them.
+weights of three networks, and lecture/web/network.js runs them. If you publish the files, add
+--site and --code, and copy lecture/pictures/live.png beside the files: it is the preview picture.
 """
 
 import base64
 import html
 import json
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +34,9 @@ NETWORKS = ("softmax", "symmetric", "rpc")
 SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the live page
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/255
+BOXES = ("as trained", "perfect S", "S empty", "left out")      # the boxes of the live page
+DESCRIPTION = ("Does RPC-Attention find the noise? Paint noise on a picture, guess, and look: three "
+               "small networks run in your browser.")
 SCRIPTS = ("network", "robust_pca", "damage", "attack", "inside", "draw", "start", "live")
 # The browser fetches nothing. The tests in a browser use eval.
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -112,7 +117,11 @@ def without_opening(text):
 
 def write_notebook(path):
     """Write the notebook. Run its code only if the committed notebook lacks outputs for it."""
-    import nbformat
+    try:
+        import nbformat
+    except ModuleNotFoundError as e:
+        raise common.InputError(f"--notebook needs the package {e.name}, which is missing; run: pip "
+                                "install nbformat nbclient ipykernel matplotlib") from e
 
     cells = []
     for i, (kind, text) in enumerate(notebook_cells()):
@@ -175,10 +184,23 @@ def truth():
     return found
 
 
+def box_means():
+    """Return what the boxes of the live page change on average, over 1,000 scenes with noise.
+
+    contrast: (mean, low, high) of perfect S minus as trained, in points, over six networks.
+    accuracy: {box: accuracy of the page's network in %}. `python -m lecture.pictures where`
+    computes and stores the numbers.
+    """
+    stored = json.loads(read("lecture/pictures/numbers.json"))["where"]
+    contrast = [stored[f"noise, own S elsewhere{end}"] for end in ("", " low", " high")]
+    return dict(contrast=contrast, accuracy={box: stored[f"noisy scenes, {box}"] for box in BOXES})
+
+
 def page_data():
     """Return scenes as bytes (3, 32, 32), labels, class names and accuracies for live.js."""
     split = load_shapes("test", max(SCENES) + 1)
-    return dict(classes=list(SHAPES), truth=truth(), labels=split.labels[list(SCENES)].tolist(),
+    return dict(classes=list(SHAPES), truth=truth(), mean=box_means(),
+                labels=split.labels[list(SCENES)].tolist(),
                 scenes=[text_of(split.images[scene]) for scene in SCENES])
 
 
@@ -305,7 +327,7 @@ def live(lecture, heading="h2"):
 
     lecture: the address of the lecture's text. heading: the tag of the first heading.
     """
-    picture = figure("live", "a scene with painted noise, the answers of three networks, and S")
+    picture = figure("live", "a scene with painted noise, S of RPC-Attention, and S of robust PCA")
     made = read("lecture/web/live.html").replace("<!-- stand-in -->", picture)
     if heading != "h2":
         made = re.sub(r"<h2>(.*?)</h2>", rf"<{heading}>\1</{heading}>", made, count=1)
@@ -336,6 +358,10 @@ def document(body, scripts):
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="description" content="{DESCRIPTION}">
+<meta property="og:title" content="{title_of(sections()[0])}">
+<meta property="og:description" content="{DESCRIPTION}">
+<meta property="og:image" content="IMAGE">
 <link rel="icon" href="data:,">
 <title>{title_of(sections()[0])}</title>
 <style>
@@ -373,6 +399,9 @@ def main():
                       help="make the notebook")
     p.add_argument("--out_dir", default="out/walkthrough", help="folder of the file (default: "
                    "%(default)s)")
+    p.add_argument("--site", default="", help="address of the folder where the page is published")
+    p.add_argument("--code", help="address of the code that the page links to (default: this "
+                   "folder)")
     p.set_defaults(kind="index")
     args = p.parse_args()
     out = Path(args.out_dir)
@@ -382,8 +411,10 @@ def main():
         write_notebook(out)
     else:
         out /= f"{args.kind}.html"
-        make = MAKERS[args.kind]
-        out.write_text(make(), encoding="utf-8")
+        code = args.code or os.path.relpath(ROOT, args.out_dir)
+        image = f"{args.site.rstrip('/')}/live.png" if args.site else "live.png"
+        made = MAKERS[args.kind]().replace('"CODE"', f'"{code}"').replace('"IMAGE"', f'"{image}"')
+        out.write_text(made, encoding="utf-8")
     print(f"{out}: {out.stat().st_size / 1e6:.2f} MB")
 
 

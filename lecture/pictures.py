@@ -388,14 +388,26 @@ def draw_where():
         own = [x for name, x in numbers.items() if name.startswith(f"{kind} S, step 4, seed")]
         numbers[f"{kind} S, step 4, seeds"] = np.mean(own)
 
-    # Eight networks with a perfect S, with an empty S, and without the corrupted patches
-    found = perfect_s.read_rows()
+    # Eight networks with a perfect S, with an empty S, and without the corrupted patches. In six
+    # other networks a perfect S keeps the network's own S elsewhere.
+    compared = [("own S elsewhere", perfect_s.CONTRAST_ROWS, perfect_s.OWN, "as trained"),
+                ("perfect S", perfect_s.ROWS, perfect_s.PERFECT, perfect_s.EMPTY),
+                ("left out", perfect_s.ROWS, perfect_s.LEFT_OUT, "as trained")]
     for kind in ("noise", "white", "adversarial"):
-        for name, condition, control in (("perfect S", perfect_s.PERFECT, "S empty"),
-                                         ("left out", perfect_s.LEFT_OUT, "as trained")):
+        for name, rows, condition, control in compared:
+            found = perfect_s.read_rows(rows)
             d = perfect_s.gap(found, *(("rpc4-l1", kind, which) for which in (condition, control)))
             numbers.update({f"{kind}, {name}": d.mean, f"{kind}, {name} low": d.low,
                             f"{kind}, {name} high": d.high})
+
+    # The boxes of the live page, on its network
+    boxes = {"as trained": "as trained", "perfect S": perfect_s.OWN, "S empty": perfect_s.EMPTY,
+             "left out": perfect_s.LEFT_OUT}
+    images, labels = scenes(1000)
+    corrupted, hit = corrupt_patches(images, "noise", patch=4)
+    for name, condition in boxes.items():
+        right = perfect_s.outcomes(model, corrupted, labels, hit, condition)
+        numbers[f"noisy scenes, {name}"] = 100 * right.double().mean()
     save(figure, "where", **numbers)
 
 

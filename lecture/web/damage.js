@@ -14,6 +14,8 @@ function randomNumbers(seed) {
   return next;
 }
 
+// The page's noise: pattern 10, chosen from patterns 1 to 20 because it is typical. tests/test_page.py has its AUCs.
+const PATTERN = 10;
 const patchOf = i => Math.floor(i % 1024 / 128) * 8 + Math.floor(i % 32 / 4);      // of pixel i
 
 // A smooth field of 32 x 32 numbers in [0, 1]: random corners of 8 x 8 squares, blended
@@ -28,13 +30,16 @@ function fogField(random) {
 }
 
 // kind: "noise" adds Gaussian noise of standard deviation amount; "fog" mixes in fog with weight amount.
-// paint: 64 digits, 0 no paint, 1 noise, 2 black, 3 white. The result stays within [0, 1].
-function damaged(pixels, {kind, amount, paint}) {
-  const random = randomNumbers(0), fog = fogField(random);
+// paint: 64 digits, 0 no paint, 1 noise, 2 black, 3 white, 4 the noise of the first patch. The result
+// stays within [0, 1].
+function damaged(pixels, {kind, amount, paint}, pattern = PATTERN) {
+  const random = randomNumbers(pattern), fog = fogField(random);
+  const pairs = Array.from(pixels, () => [random(), random()]);
+  const inFirstPatch = i => i - i % 1024 + Math.floor(i % 128 / 32) * 32 + i % 4;
   return pixels.map((x, i) => {
-    const u = random(), normal = Math.sqrt(-2 * Math.log(1 - u)) * Math.cos(2 * Math.PI * random());
+    const [u, v] = pairs[i], normal = Math.sqrt(-2 * Math.log(1 - u)) * Math.cos(2 * Math.PI * v);
     const spoilt = kind === "fog" ? x + amount * (0.6 + 0.4 * fog[i % 1024] - x) : x + amount * normal;
-    return [Math.min(Math.max(spoilt, 0), 1), u, 0, 1][paint[patchOf(i)]];
+    return [Math.min(Math.max(spoilt, 0), 1), u, 0, 1, pairs[inFirstPatch(i)][0]][paint[patchOf(i)]];
   });
 }
 

@@ -70,10 +70,10 @@ function auc(score, paint) {
   return pairs ? wins / pairs : null;
 }
 
-// The setting of the page as network.js wants it
+// The setting of the page as network.js wants it. An infinite threshold leaves S empty.
 function settingOf(now) {
-  const tokens = paintedTokens(now);
-  return {...now, perfect: now.perfect ? tokens : null, left_out: now.out ? tokens : []};
+  const tokens = paintedTokens(now), lambd = now.empty ? Infinity : now.lambd;
+  return {...now, lambd, perfect: now.perfect ? tokens : [], left_out: now.out ? tokens : []};
 }
 
 // The answers of the three networks, and four scores of each patch, over their means in this
@@ -86,7 +86,7 @@ async function glance(now, clean) {
   const pixels = damaged(clean, now), answers = {}, inside = [], steps = [], asked = settingOf(now);
   const setting = JSON.stringify([now.scene, String(now.lambd), now.n_iter, now.form, now.layers, now.temperature]);
   if (now.scene < 0 || !withoutPaint.has(setting)) {
-    const before = {}, plain = {...asked, perfect: null, left_out: []};
+    const before = {}, plain = {...now, perfect: [], left_out: []};
     for (const name of network.names) before[name] = softmax(await ask(name, clean, plain));
     withoutPaint.set(setting, before);
   }
@@ -167,36 +167,42 @@ const larger = (x, y) => Math.abs(x - y) < 0.05 ? "about as large" : x < y ? "sm
 function paintInWords(paint) {
   const digits = [...paint].filter(digit => digit !== "0"), n = digits.length;
   if (!n) return "";
-  const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white"][digits[0]];
+  const kind = new Set(digits).size > 1 ? "painted" : ["", "noise", "black", "white", "the same noise"][digits[0]];
   const count = COUNT[n] ?? String(n), start = count[0].toUpperCase() + count.slice(1);
   return `${start} ${n === 1 ? "patch is" : "patches are"} ${kind}.`;
 }
 
-// One to four plain sentences about this picture
+// Whether at least three patches are painted, and all of them are equal
+const allEqual = paint => /^([234])\1{2,}$/.test(paint.replaceAll("0", ""));
+
+// One to five plain sentences about this picture. A slide leaves out the details.
+const details = text => `<span class="why">${text}</span>`;
+
 function plain({now, answers, on, off, areas, empty}, classes) {
   const {answer} = answers.rpc, best = answer.indexOf(Math.max(...answer));
   const says = `RPC says ${classes[best]}, ${percent(answer[best])}.`, painting = paintInWords(now.paint);
   if (!painting) {
-    const idle = now.perfect || now.out ? "The switches below have no effect without paint. " : "";
+    const idle = now.perfect || now.empty || now.out ? "The switches below have no effect without paint. " : "";
     return `Nothing is painted. ${says} ${idle}Paint patches, and compare S there with S elsewhere.`;
   }
   const left = now.out ? "No layer attends to them. " : "";
   const patches = `${painting} ${left}${says} `;
   if (now.paint.indexOf("0") < 0) return patches + "The whole picture is painted, so there is nothing to compare.";
-  if (now.perfect) return patches + "S is exactly the painted keys, as the paper wishes. Do the answers change?";
+  if (now.perfect) return patches + "S takes everything at the painted patches. Elsewhere S is the network's own S. Does the answer change?";
   const real = `The S of real robust PCA has an AUC of ${areas.real.toFixed(2)}`;
   if (empty) return patches + `With this setting the S of RPC-Attention is empty. ${real}.`;
   const found = larger(on.S, off.S), keys = larger(on.length, off.length);
   const both = found === keys ? `The keys there are ${found}, too`
     : "The sizes of the keys";
-  return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere: ${painted({on, off}, "S")}. ` +
-    `${both}: ${painted({on, off}, "length")}. ${real}, the S of RPC-Attention ${areas.S.toFixed(2)}.`;
+  const law = allEqual(now.paint) ? " Robust PCA finds patches that are unlike all others. One direction describes equal patches, so they belong to L." : "";
+  return patches + `S is ${found} ${found.startsWith("about") ? "there as" : "there than"} elsewhere` +
+    details(`: ${painted({on, off}, "S")}. ${both}: ${painted({on, off}, "length")}. ${real}, the S of RPC-Attention ${areas.S.toFixed(2)}`) + `.${law}`;
 }
 
 // What this setting does to S and to attention, in sentences
 function meaning({columns, entropies, nulls, now}) {
   if (now.perfect && now.network === "rpc")
-    return "Perfect S: in each step, S is the whole key of each painted patch and 0 elsewhere. λ has no effect.";
+    return "Perfect S: in each step, S takes everything at the painted patches. λ has no effect there.";
   if (now.network !== "rpc")
     return !now.layers.length || now.temperature === 1 ? "As trained: scores are q·k / √D."
       : `Scores are divided by ${now.temperature}: a ${now.temperature < 1 ? "sharper" : "flatter"} softmax.`;
@@ -228,6 +234,6 @@ function sentence({columns, entropies, residuals, now}, token) {
   const attends = `entropy ${entropies.at(-1).toFixed(2)} nats. The patch in ${where(token)} gives itself ` +
     `${percent(row[token])} of its attention, other patches ${percent(sumOf(row) - row[token])}.`;
   if (!S) return `Layer 3: ${attends}`;
-  return `Step ${now.n_iter} in layer ${now.layers[0]}, λ = ${showLambda(now.lambd)}, ${now.form}: S is ` +
+  return `Step ${now.n_iter} in layer ${now.layers[0]}, λ = ${showLambda(settingOf(now).lambd)}, ${now.form}: S is ` +
     `${percent(sumOf(S) / 64)} of the longest key on average, the residual ${residuals.at(-1).toFixed(2)} of |K|, ${attends}`;
 }

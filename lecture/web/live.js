@@ -4,31 +4,34 @@ const $ = id => document.getElementById(id);
 const data = JSON.parse($("page-data").textContent);                  // {classes, scenes, labels, truth}
 const EXPERT = ["network", "kind", "amount", "lambd", "n_iter", "form", "layers", "temperature"];
 const state = {...STANDARD};
-const game = {round: 0, asked: 0, right: 0, open: true};              // open: this round has no guess yet
+const game = {round: 0, asked: 0, right: 0, open: true, said: ""};    // open: this round has no guess yet
 let own = null, token = 27, glanced = null, seen = null, touched = false;     // results of glance and lookInside
 
-const unpainted = () => state.scene < 0 ? own : data.scenes[state.scene];
+const unpainted = scene => scene < 0 ? own : data.scenes[scene];
 
 
 // --- the state as the link's fragment, and back ---------------------------------------------------
 
-const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [1, 12], perfect: [0, 1], out: [0, 1]};
-const WHOLE = ["scene", "n_iter", "eps", "perfect", "out"];
-const KNOWN = {network: network.names, form: Object.keys(FORMS), kind: ["noise", "fog"], guess: ["larger", "smaller", "none"]};
+const RANGE = {amount: [0, 1], lambd: [0, Infinity], n_iter: [1, 12], temperature: [0.25, 4], eps: [1, 12], perfect: [0, 1], empty: [0, 1], out: [0, 1]};
+const WHOLE = ["scene", "n_iter", "eps", "perfect", "empty", "out"];
+const KNOWN = {network: network.names, form: Object.keys(FORMS), kind: ["noise", "fog"], guess: ["larger", "smaller", "near 1", "near 0.5", "none"]};
+// The address of this part: #try, or its number among the slides
+const SLIDE = [...document.querySelectorAll(".talk > section")].indexOf($("try")) + 1, HERE = `#${SLIDE || "try"}`;
 
 const isChanged = key => String(state[key]) !== String(STANDARD[key]);
 
 function fragment() {
-  return "#try" + Object.keys(STANDARD).filter(isChanged).map(key => `&${key}=${state[key]}`).join("");
+  return HERE + Object.keys(STANDARD).filter(isChanged).map(key => `&${key}=${state[key]}`).join("");
 }
 
 function readFragment() {                             // impossible values are ignored
-  if (!/^#try(&|$)/.test(location.hash)) return;
+  const [part, ...settings] = location.hash.split("&");
+  if (part !== HERE) return;
   Object.assign(state, STANDARD);
-  for (const [key, text] of new URLSearchParams(location.hash.slice(5))) {
+  for (const [key, text] of new URLSearchParams(settings.join("&"))) {
     const x = Number(text), [low, high] = RANGE[key] ?? [own ? -1 : 0, data.scenes.length - 1];
     if (KNOWN[key]) { if (KNOWN[key].includes(text)) state[key] = text; }
-    else if (key === "paint") { if (/^[0-3]{64}$/.test(text)) state.paint = text; }
+    else if (key === "paint") { if (/^[0-4]{64}$/.test(text)) state.paint = text; }
     else if (key === "layers") state.layers = [0, 1, 2, 3].filter(i => text.includes(i));
     else if (key in STANDARD && x >= low && x <= high) state[key] = WHOLE.includes(key) ? Math.round(x) : x;
   }
@@ -71,14 +74,14 @@ function drawPicture() {                              // the frame shows where t
 }
 
 function drawGlance() {
-  const {now, S, real, distance, parts, areas} = glanced, guessed = Boolean(now.guess);
+  const {now, S, real, distance, parts, areas} = glanced, guessed = Boolean(now.guess), focused = document.activeElement;
   drawPicture();
-  const maps = {map: [S.map(x => x - 0.5), "size of S", painted(glanced, "S")],
-                real: [real.map(x => x / Math.max(...real, 1e-12)), "size of S of real robust PCA", painted(glanced, "real")],
-                distance: [distance.map(x => x - 0.5), "distance from the mean key", painted(glanced, "distance")],
-                "part-K": [parts.K, "size of K", ""], "part-L": [parts.L, "size of L", ""], "part-S": [parts.S, "size of S", ""]};
-  for (const [id, [values, title, words]] of Object.entries(maps)) {
-    drawMap($(id), values, 1);
+  const maps = {map: [S, 3, "size of S", painted(glanced, "S")],
+                real: [real, 3, "size of S of real robust PCA", painted(glanced, "real")],
+                distance: [distance, 3, "distance from the mean key", painted(glanced, "distance")],
+                "part-K": [parts.K, 1, "size of K", ""], "part-L": [parts.L, 1, "size of L", ""], "part-S": [parts.S, 1, "size of S", ""]};
+  for (const [id, [values, most, title, words]] of Object.entries(maps)) {
+    drawMap($(id), values, most);
     drawFrames($(id), now.paint, -1);
     $(id).setAttribute("aria-label", `${title} on 64 patches ${words}`);
   }
@@ -89,40 +92,51 @@ function drawGlance() {
   document.querySelectorAll(".after").forEach(part => { part.classList.toggle("waits", !guessed); });
   document.querySelectorAll(".before").forEach(part => { part.hidden = guessed; });
   document.querySelector(".question").textContent = question(now);
-  $("plain").textContent = guessed ? judged(glanced) + plain(glanced, data.classes) : "";
+  document.querySelectorAll("#guess button").forEach(button => { button.hidden = asksRobustPca(now) !== button.value.startsWith("near"); });
+  $("plain").innerHTML = guessed ? judged(glanced) + plain(glanced, data.classes) : "";
   drawScore();
-  $("mean").textContent = now.perfect || now.out ? MEAN : "";
+  $("mean").textContent = now.perfect || now.empty || now.out ? meanInWords(data.mean) : "";
   drawAnswers($("answers"), glanced, data.classes);
   $("truth").textContent = now.scene < 0 ? "" : `The scene shows ${withArticle(data.classes[data.labels[now.scene]])}.`;
+  if ($("guess").contains(focused) || $("score").contains(focused)) keepFocus(focused);
+}
+
+function keepFocus(focused) {                         // if the button is hidden now, go to the one in its place
+  const buttons = document.querySelectorAll("#guess button, #next, #first");
+  if (!focused.checkVisibility()) [...buttons].find(button => button.checkVisibility())?.focus({preventScroll: true});
 }
 
 const withArticle = name => `${/^[aeiou]/.test(name) ? "an" : "a"} ${name}`;
 
 function question({paint}) {
   const number = game.round ? `Picture ${game.round + 1} of ${ROUNDS.length}. ` : "";
-  return number + (paintInWords(paint) || "Six patches become noise.") + " Is S larger there than elsewhere, or smaller?";
+  const asked = asksRobustPca({paint}) ? "Robust PCA found such patches so far. Is its AUC near 1 again, or near 0.5?"
+    : "Is S of RPC-Attention larger there than elsewhere, or smaller?";
+  return `${number}${paintInWords(paint) || "Six patches become noise."} ${asked}`;
 }
 
-// "You guessed smaller: right. ", once per round
-function judged({now, on, off}) {
-  if (!["larger", "smaller"].includes(now.guess) || on.S === null || off.S === null) return "";
-  const right = larger(on.S, off.S) === now.guess;
-  if (game.open) Object.assign(game, {open: false, asked: game.asked + 1, right: game.right + Number(right)});
-  return `You guessed ${now.guess}. `;
+// "You guessed smaller: right. " A round counts its first guess only.
+function judged(seen) {
+  const {guess} = seen.now;
+  if (guess === "none" || seen.on.S === null || seen.off.S === null) return "";
+  if (game.open) {
+    const right = rightGuess(seen) === guess, said = `You guessed ${guess}: ${right ? "right" : "wrong"}. `;
+    Object.assign(game, {open: false, asked: game.asked + 1, right: game.right + Number(right), said});
+  }
+  return game.said;
 }
 
 function drawScore() {
-  $("score").hidden = !game.asked;
   const done = game.asked >= ROUNDS.length;
-  $("right").textContent = `You were right ${game.right} of ${game.asked}.`;
-  $("next").hidden = done;
+  $("right").textContent = game.asked ? `You were right ${game.right} of ${game.asked}. ${done ? CONCLUSION : ""}` : "";
+  $("next").hidden = done || !game.asked || !state.guess;
+  $("first").hidden = fragment() === HERE;
 }
 
 function nextRound() {
   Object.assign(game, {round: game.asked, open: true});
   const [scene, brush] = ROUNDS[game.round];
   set({...STANDARD, scene, paint: paintWith(brush), eps: state.eps});
-  document.querySelector("#guess button").focus();
 }
 
 function drawInside() {
@@ -144,16 +158,16 @@ async function changed() {                            // if the state changes me
   busy = true;
   while (again) {
     again = false;
-    glanced = await glance({...state}, unpainted());
+    glanced = await glance({...state}, unpainted(state.scene));
     drawGlance();
     await breathe();
     if (!again && $("expert").open) {
-      seen = await lookInside({...state}, unpainted());
+      seen = await lookInside({...state}, unpainted(state.scene));
       drawInside();
     }
   }
   busy = false;
-  if (touched) history.replaceState(null, "", fragment());
+  if (touched && $("try").checkVisibility()) history.replaceState(null, "", fragment());
   document.documentElement.dataset.live = fragment();                 // tests wait for this
 }
 
@@ -170,7 +184,7 @@ function showControls() {
     $(`${id}-value`).value = text;
     $(id).setAttribute("aria-valuetext", text);
   }
-  for (const id of ["perfect", "out"]) $(id).checked = state[id];
+  for (const id of ["perfect", "empty", "out"]) $(id).checked = state[id];
   const pap = state.network === "rpc";
   document.querySelectorAll(".pap").forEach(label => { label.hidden = !pap; });
   document.querySelectorAll(".plain").forEach(label => { label.hidden = pap; });
@@ -240,11 +254,10 @@ async function takePicture(file) {
 const QUERIES = 200;
 let attacks = [], attacking = false;
 
-async function attack() {
-  const now = {...state}, pixels = damaged(unpainted(), now), setting = settingOf(now);
+async function attack(changes) {
+  const now = {...state, ...changes}, pixels = damaged(unpainted(now.scene), now), setting = settingOf(now);
   attacks = network.names.map(name => ({name, search: new SquareAttack(pixels, now.eps / 255, 0)}));
-  attacking = true;
-  [$("start").disabled, $("stop").disabled] = [true, false];
+  showAttacking(true);
   let query = 0, drawn = 0;
   for (; attacking && query <= QUERIES; query++) {
     const open = attacks.filter(({search, wrong}) => !search.fallen && !wrong);
@@ -260,9 +273,13 @@ async function attack() {
     drawn = performance.now();
     drawAttack(query);
   }
-  attacking = false;
-  [$("start").disabled, $("stop").disabled] = [false, true];
+  showAttacking(false);
   drawAttack(Math.min(query, QUERIES));
+}
+
+function showAttacking(now) {
+  attacking = now;
+  document.querySelectorAll("#attack button").forEach(button => { button.disabled = now !== (button === $("stop")); });
 }
 
 function drawAttack(query) {
@@ -282,7 +299,7 @@ function drawAttack(query) {
     figure.querySelector(".margin").innerHTML = marginCurve(search.margins, QUERIES);
   });
   $("verdict").textContent = attacking ? `Query ${query} of ${QUERIES}.`
-    : `After ${query} queries: ` + attacks.map(outcome).join(", ") + ".";
+    : `After ${query} ${query === 1 ? "query" : "queries"}: ` + attacks.map(outcome).join(", ") + ".";
 }
 
 function outcome({name, search, wrong}) {
@@ -303,13 +320,14 @@ function drawTruth() {                                // stored accuracies at th
 // --- start ----------------------------------------------------------------------------------------
 
 data.scenes = data.scenes.map(text => Float32Array.from(atob(text), c => c.charCodeAt(0) / 255));
-data.labels.forEach((label, i) => $("scene").add(new Option(`scene ${i + 1}, ${data.classes[label]}`, i)));
+data.labels.forEach((label, i) => $("scene").add(new Option(`${i + 1}: ${data.classes[label]}`, i)));
 Object.keys(FORMS).forEach(form => $("form").add(new Option(form)));
 $("layers").insertAdjacentHTML("beforeend", [0, 1, 2, 3].map(i => `<label><input type="checkbox"> ${i}</label>`).join(""));
 $("duel").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
   <figcaption><b>${TITLE[name]}</b> <span class="words"></span></figcaption>
   <div class="pair"><canvas width="192" height="192" role="img"></canvas><canvas width="192" height="192" role="img"></canvas></div>
-  <div class="pair small"><span>attacked picture</span><span>change x 16</span></div><div class="margin"></div></figure>`).join("");
+  <div class="pair small"><span>attacked picture</span><span>change x 16</span></div><div class="margin"></div>
+  <div class="margin small">margin at each query; below the line the answer has changed</div></figure>`).join("");
 $("bars").innerHTML = network.names.map(name => `<figure style="--kind:${COLOUR[name]}">
   <figcaption>${TITLE[name]}</figcaption><div class="stored"></div></figure>`).join("");
 
@@ -319,19 +337,22 @@ listen("lambd", fromSlider);
 listen("temperature", p => Number((2 ** p).toPrecision(3)));
 $("layers").addEventListener("input", () => set({layers:
   [...document.querySelectorAll("#layers input")].flatMap((box, i) => box.checked ? [i] : [])}));
-for (const id of ["perfect", "out"]) $(id).oninput = event => set({[id]: Number(event.target.checked)});
+for (const id of ["perfect", "empty", "out"]) $(id).oninput = event => set({perfect: 0, empty: 0, out: 0, [id]: Number(event.target.checked)});
 document.querySelectorAll("#guess button").forEach(button => { button.onclick = () => set({guess: button.value,
   paint: state.paint === NO_PAINT ? paintWith("1") : state.paint}); });
 $("next").onclick = nextRound;
+$("first").onclick = () => set({...STANDARD, eps: state.eps, guess: game.asked ? "none" : ""});
 $("picture").onfocus = $("picture").onblur = () => { if (glanced) drawPicture(); };
 $("clean").onclick = () => set({amount: 0, paint: NO_PAINT});
-$("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1, perfect: 0, out: 0});
+$("standard").onclick = () => set({lambd: 4, n_iter: 4, form: "released", layers: [0], temperature: 1, perfect: 0, empty: 0, out: 0});
 $("link").onclick = async () => {
   history.replaceState(null, "", fragment());
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   $("linked").value = (copied ? "copied" : "the link is in the address bar") + (state.scene < 0 ? "; it does not contain your picture" : "");
 };
-$("start").onclick = attack;
+$("start").onclick = () => attack({});
+document.querySelectorAll(".clean-scene").forEach(button => { button.onclick = () =>
+  attack({scene: Number(button.value), amount: 0, paint: NO_PAINT}); });
 $("stop").onclick = () => { attacking = false; };
 $("file").onchange = event => takePicture(event.target.files[0]);
 $("try").ondragover = event => event.preventDefault();

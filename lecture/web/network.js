@@ -1,14 +1,14 @@
 // The nano network of vit.py and the attentions of attention.py in plain JavaScript: no library.
 //
-// Names and equation numbers are as in attention.py. Every array is flat, a Float32Array:
+// Names and equation numbers are as in attention.py. Every array is flat, a Float64Array:
 // tokens x (N, C); q, k, v, S, K2, L, Z, h (H, N, D); attention A (H, N, N).
 // N = 65 tokens (class token first), C = 64 channels, H = 2 heads of width D = 32.
 //
 //   network.run("rpc", pixels, {form: "released", lambd: 4, n_iter: 4, layers: [0]})
 //
 // pixels: 3,072 numbers in [0, 1], channel first. Returns {logits, steps: [{S, K2, L}, ...]}.
-// Two settings need a list of tokens, for example perfect: [7, 8]. perfect: S is the whole key of
-// these tokens and nothing else. left_out: no token attends to these tokens, in any layer.
+// Two settings need a list of tokens, for example perfect: [7, 8]. perfect: the threshold of these
+// tokens is 0, so S takes everything there. left_out: no token attends to these tokens, in any layer.
 
 const FORMS = {
   released: {threshold: "times", mu_dim: "model", dual_sign: -1},     // the authors' code
@@ -23,7 +23,7 @@ const N = 65, C = 64, H = 2, D = 32, DEPTH = 4, PATCH = 4, SIDE = 32, EPS = 1e-6
 // Eq. 2: A = softmax(q k^T / sqrt(D)); a row sums to 1. A temperature above 1 flattens it.
 // left_out: tokens that get no attention
 function weights(q, k, temperature = 1, left_out = []) {
-  const A = new Float32Array(H * N * N), scale = 1 / (Math.sqrt(D) * temperature), zero = new Float32Array(N);
+  const A = new Float64Array(H * N * N), scale = 1 / (Math.sqrt(D) * temperature), zero = new Float64Array(N);
   for (let h = 0; h < H; h++) A.set(linear(ofHead(q, h), ofHead(k, h), zero), h * N * N);       // scores
   for (let i = 0; i < H * N; i++) {                   // row i: head h, token i - h N
     const row = A.subarray(i * N, (i + 1) * N);
@@ -38,7 +38,7 @@ function weights(q, k, temperature = 1, left_out = []) {
 
 // Eq. 3: h_i = sum_j a_ij v_j
 function average(A, v) {
-  const h = new Float32Array(H * N * D), zero = new Float32Array(D), columns = new Float32Array(D * N);
+  const h = new Float64Array(H * N * D), zero = new Float64Array(D), columns = new Float64Array(D * N);
   for (let head = 0; head < H; head++) {
     for (let i = 0; i < N * D; i++) columns[i % D * N + Math.floor(i / D)] = v[head * N * D + i];
     h.set(linear(A.subarray(head * N * N, (head + 1) * N * N), columns, zero), head * N * D);
@@ -75,9 +75,9 @@ function penalty(K, mu_dim, left_out = []) {
 
 // n_iter steps on keys K; returns the last L. trace: an array that receives {S, K2, L} of each step.
 function rpcAttention(K, v, {n_iter, lambd, form, perfect, left_out}, trace) {
-  const {threshold, mu_dim, dual_sign} = FORMS[form], zeros = () => new Float32Array(H * N * D);
+  const {threshold, mu_dim, dual_sign} = FORMS[form], zeros = () => new Float64Array(H * N * D);
   const tau = penalty(K, mu_dim, left_out).map(mu => threshold === "times" ? lambd * mu : lambd / mu);
-  const known = perfect && new Set(perfect);          // perfect S: these tokens and nothing else
+  const all = new Set(perfect);                       // perfect S takes everything at these tokens
 
   // Each step splits the keys: S takes the part of each entry above tau; L is the attention output
   // for the remainder. Z sums the part of K that L + S misses, and pushes the next step there.
@@ -85,9 +85,8 @@ function rpcAttention(K, v, {n_iter, lambd, form, perfect, left_out}, trace) {
   for (let step = 0; step < n_iter; step++) {         // Alg. 1, line 2: Def. 1 says n steps
     const S = zeros(), rest = zeros(), K2 = zeros(), next = zeros();
     for (let i = 0; i < H * N * D; i++) {
-      const head = Math.floor(i / (N * D));
-      S[i] = known ? (known.has(Math.floor(i / D) % N) ? K[i] : 0)
-        : softThreshold(K[i] - L[i] + Z[i], tau[head]);       // line 3: S = S_tau(K - L + Y/mu)
+      const limit = all.has(Math.floor(i / D) % N) ? 0 : tau[Math.floor(i / (N * D))];
+      S[i] = softThreshold(K[i] - L[i] + Z[i], limit);        // line 3: S = S_tau(K - L + Y/mu)
       rest[i] = K[i] - S[i];                          // Eq. 14: L + S = K, so L should become K - S
       K2[i] = rest[i] + dual_sign * Z[i];             // K - S - Y/mu, the keys of line 4
     }
@@ -108,8 +107,8 @@ function rpcAttention(K, v, {n_iter, lambd, form, perfect, left_out}, trace) {
 // an odd last output is computed twice.
 function linear(x, weight, bias) {
   const outputs = bias.length, width = weight.length / outputs, n = x.length / width;
-  const rows = 4 * Math.ceil(n / 4), y = new Float32Array(rows * outputs);
-  const X = new Float64Array(rows * width);           // doubles: nothing to convert in the loop
+  const rows = 4 * Math.ceil(n / 4), y = new Float64Array(rows * outputs);
+  const X = new Float64Array(rows * width);         // x, then zeros
   X.set(x);
   for (let o = 0; o < outputs; o += 2) {
     const w = o * width, next = Math.min(o + 1, outputs - 1), u = next * width;
@@ -130,7 +129,7 @@ function linear(x, weight, bias) {
 
 // LayerNorm: each token's channels to mean 0 and variance 1, then scale and shift
 function norm(x, weight, bias) {
-  const y = new Float32Array(x.length);
+  const y = new Float64Array(x.length);
   for (let i = 0; i < x.length; i += C) {
     let mean = 0, variance = 0;
     for (let c = 0; c < C; c++) mean += x[i + c] / C;
@@ -151,7 +150,7 @@ function gelu(x) {
 
 // Normalised pixels (3, 32, 32) to class token and patches, row by row, plus positions: (N, C)
 function embed(w, pixels, mean, std) {
-  const across = SIDE / PATCH, patches = new Float32Array((N - 1) * 3 * PATCH * PATCH);
+  const across = SIDE / PATCH, patches = new Float64Array((N - 1) * 3 * PATCH * PATCH);
   let to = 0;
   for (let p = 0; p < N - 1; p++)
     for (let c = 0; c < 3; c++)
@@ -160,7 +159,7 @@ function embed(w, pixels, mean, std) {
           const row = Math.floor(p / across) * PATCH + y, column = (p % across) * PATCH + x;
           patches[to++] = (pixels[(c * SIDE + row) * SIDE + column] - mean[c]) / std[c];
         }
-  const tokens = new Float32Array(N * C);
+  const tokens = new Float64Array(N * C);
   tokens.set(w["cls_token"]);
   tokens.set(linear(patches, w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]), C);
   return tokens.map((x, i) => x + w["pos_embed"][i]);
@@ -170,7 +169,7 @@ function embed(w, pixels, mean, std) {
 function project(x, weight, bias) {
   const qkv = linear(x, weight, bias), parts = bias.length / C;
   const [q, k, v] = [0, parts - 2, parts - 1].map(part => {
-    const out = new Float32Array(H * N * D);
+    const out = new Float64Array(H * N * D);
     for (let h = 0; h < H; h++)
       for (let i = 0; i < N; i++)
         for (let d = 0; d < D; d++)
@@ -182,7 +181,7 @@ function project(x, weight, bias) {
 
 // (H, N, D) to (N, C)
 function joinHeads(h) {
-  const out = new Float32Array(N * C);
+  const out = new Float64Array(N * C);
   for (let i = 0; i < N; i++)
     for (let c = 0; c < C; c++) out[i * C + c] = h[(Math.floor(c / D) * N + i) * D + c % D];
   return out;
@@ -223,15 +222,15 @@ function* forward(net, kind, pixels, setting, inside, steps) {
 
 // --- the shipped networks, from the page's data --------------------------------------------------
 
-// base64 of little-endian 16-bit floats to a Float32Array
+// base64 of little-endian 16-bit floats to a Float64Array
 function unpackHalf(text) {
-  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), value = new Float32Array(65536);
+  const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0)), value = new Float64Array(65536);
   for (let bits = 0; bits < 65536; bits++) {
     const exponent = bits >> 10 & 31, part = bits & 1023;             // no infinities are stored
     value[bits] = (bits >> 15 ? -1 : 1) * (exponent ? (1 + part / 1024) * 2 ** (exponent - 15)
                                                     : part * 2 ** -24);
   }
-  return Float32Array.from(new Uint16Array(bytes.buffer), bits => value[bits]);
+  return Float64Array.from(new Uint16Array(bytes.buffer), bits => value[bits]);
 }
 
 function unpackNetwork({tensors, half, mean, std}) {
