@@ -1,4 +1,4 @@
-"""Photograph the live page: lecture/pictures/live.gif, an animation, and live.png, one picture of it.
+"""Photograph the live page: live.gif, an animation, and live.png, one picture of it.
 
     python -m lecture.animation                               # into out/walkthrough
     python -m lecture.animation --out_dir lecture/pictures    # replace the pictures of README
@@ -18,17 +18,18 @@ import common
 from lecture.page import live_page
 
 BROWSERS = ("chromium", "google-chrome", "chromium-browser")
-FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic --disable-sync --hide-scrollbars "
-         "--no-first-run --disable-background-networking --disable-component-update "
+FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic --disable-sync --no-first-run "
+         "--hide-scrollbars --disable-background-networking --disable-component-update "
          "--virtual-time-budget=10000 --force-device-scale-factor=2").split()
-WIDTH, HEIGHT, FRAME = 720, 480, 87         # in CSS pixels; Chromium's own frame is below the page
+WIDTH, HEIGHT, FRAME = 720, 480, 87         # in CSS pixels; the window has a frame, too
 STYLE = """<style>
 body { padding: 4px 12px; }
 .live { margin: 0; }
 h1 { margin: 8px 0; font-size: 26px; }
 .live #plain, #guess { height: 108px; font-size: 18px; margin: 8px 0; }
 #guess p { margin: 0 0 8px; font-size: 18px; }
-.lead, #score, .controls, #plain .why, .small, .switches, .more, #expert, #attack, .workbench > :last-child { display: none !important; }
+.lead, #score, .controls, #plain .why, .small, .switches, .more, #expert, #attack,
+.workbench > :last-child { display: none !important; }
 </style></head>"""
 SAME = "".join("4" if i in (1, 6, 10, 35, 46, 60) else "0" for i in range(64))
 # (end of the page's link, milliseconds): the guess, its answer, another scene, the same noise

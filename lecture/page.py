@@ -35,8 +35,8 @@ SCENES = (35, 3, 0, 1, 2, 5, 8, 9, 10, 15)              # test scenes of the liv
 PICTURE = re.compile(r"^!\[(.*?)\]\(pictures/(\w+)\.png\)\n", re.M)
 BUDGETS = (1, 2, 4, 6, 8, 12)                           # of the attack, in 1/255
 BOXES = ("as trained", "perfect S", "S empty", "left out")      # the boxes of the live page
-DESCRIPTION = ("Does RPC-Attention find the noise? Paint noise on a picture, guess, and look: three "
-               "small networks run in your browser.")
+DESCRIPTION = ("Does RPC-Attention find the noise? Paint noise on a picture, guess, and look: "
+               "three small networks run in your browser.")
 SCRIPTS = ("network", "robust_pca", "damage", "attack", "inside", "draw", "start", "live")
 # The browser fetches nothing. The tests in a browser use eval.
 POLICY = ("default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -120,8 +120,8 @@ def write_notebook(path):
     try:
         import nbformat
     except ModuleNotFoundError as e:
-        raise common.InputError(f"--notebook needs the package {e.name}, which is missing; run: pip "
-                                "install nbformat nbclient ipykernel matplotlib") from e
+        raise common.InputError(f"--notebook needs the package {e.name}, which is missing; run: "
+                                "pip install nbformat nbclient ipykernel matplotlib") from e
 
     cells = []
     for i, (kind, text) in enumerate(notebook_cells()):
