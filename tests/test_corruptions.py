@@ -1,18 +1,14 @@
-"""Compare corruptions with ImageNet-C's code in imagecorruptions, and with its statistics."""
+"""Compare corruptions with ImageNet-C's code: live, by recorded outputs, and by statistics."""
 
-import inspect
-import os
 import zlib
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.ndimage import gaussian_filter, map_coordinates
 
 from data.shapes import render_scenes
 from robust import corruptions
@@ -24,6 +20,9 @@ FROST = Path(find_spec("imagecorruptions").submodule_search_locations[0], "frost
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate",
                  "jpeg_compression")
 RANDOM = tuple(name for name in NAMES if name not in DETERMINISTIC)
+DRAWN = {"glass_blur": "draw_glass_blur", "elastic_transform": "draw_elastic_transform",
+         "snow": "draw_snow", "fog": "draw_fog"}            # the functions that draw, to replace
+random_ones = pytest.mark.parametrize("name", RANDOM)
 
 
 def scenes(n, height, width=None):
@@ -33,122 +32,46 @@ def scenes(n, height, width=None):
 
 
 def assert_one_step(out, expected, equal=0.998):
-    """Compare one image with an array (H, W, 3); results are truncated, so a few differ by 1."""
-    expected = torch.from_numpy(np.array(expected, np.uint8)).permute(2, 0, 1)
+    """Compare one image with (3, H, W); results are truncated, so a few pixels differ by 1."""
     difference = (out[0].int() - expected.int()).abs()
     assert difference.max() <= 1 and (difference == 0).double().mean() >= equal
 
 
-@pytest.fixture(scope="module")
-def theirs():
-    """Yield imagecorruptions' functions, patched for current numpy and scikit-image."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(np, "float_", np.float64, raising=False)
-        import imagecorruptions.corruptions as module
-        gaussian = module.gaussian
-        if "multichannel" not in inspect.signature(gaussian).parameters:
-            patch.setattr(module, "gaussian", lambda *args, multichannel=False, **kwargs: gaussian(
-                *args, **kwargs, **({"channel_axis": -1} if multichannel else {})))
-        yield module
+def theirs(name, image, severity):
+    """Return the corruption of one image by imagecorruptions, (3, H, W)."""
+    import imagecorruptions.corruptions as module
+    picture = Image.fromarray(image[0].permute(1, 2, 0).numpy())
+    changed = np.array(getattr(module, name)(picture, severity), np.uint8)
+    return torch.from_numpy(changed).permute(2, 0, 1)
 
 
-SIDE = 96
-
-
-@pytest.fixture(scope="module")
-def image():
-    """Return an image as a batch, and as imagecorruptions expects it."""
-    x = scenes(1, SIDE)
-    return x, x[0].permute(1, 2, 0).numpy()
+@pytest.fixture
+def large(monkeypatch):
+    """Use the constants for 224 pixels at every image size."""
+    monkeypatch.setattr(corruptions, "table_of", lambda H, W: 224)
 
 
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_deterministic_corruptions_equal_imagenet_c(theirs, name):
-    for size, severities in (((224,), (1, 3, 5)), ((150, 232), (4,))):
-        x = scenes(1, *size)
-        picture = Image.fromarray(x[0].permute(1, 2, 0).numpy())
-        for severity in severities:
-            assert_one_step(corrupt(x, name, severity), getattr(theirs, name)(picture, severity),
-                            dict(defocus_blur=0.97, brightness=0.92).get(name, 0.998))
+def test_deterministic_corruptions_equal_imagenet_c(name):
+    equal = dict(defocus_blur=0.97, brightness=0.92).get(name, 0.998)
+    for size, severity in ((224,), 1), ((224,), 3), ((224,), 5), ((150, 232), 4):
+        image = scenes(1, *size)
+        assert_one_step(corrupt(image, name, severity), theirs(name, image, severity), equal)
 
 
-def test_motion_blur_equals_imagenet_c(theirs, image):
-    for severity in (1, 3, 5):
-        for angle in (-37.5, 20.0):
-            c = CONSTANTS["motion_blur"][224][severity - 1]
-            out = corruptions.motion_blur(image[0], c,
-                                          lambda n: torch.tensor([[(angle + 45) / 90]]))
-            assert_one_step(out, np.clip(theirs._motion_blur(image[1], *c, angle), 0, 255))
-
-
-def test_glass_blur_equals_imagenet_c(theirs, image, monkeypatch):
-    for severity in (1, 5):                                 # d = 1: no chains of copies
-        c = _, d, rounds = CONSTANTS["glass_blur"][224][severity - 1]
-        shift = np.random.default_rng(1).integers(-d, d, (rounds, SIDE - 2 * d, SIDE - 2 * d, 2))
-        numbers = iter(shift.reshape(-1, 2))                            # in the order of the scan
-        monkeypatch.setattr(np.random, "randint", lambda *_, **__: next(numbers))
-        dx, dy = torch.from_numpy(shift).flip(1, 2).unbind(-1)
-        monkeypatch.setattr(corruptions, "draw_glass_blur", lambda *_: (dy * SIDE + dx)[None])
-        assert_one_step(corruptions.glass_blur(image[0], c, None),
-                        theirs.glass_blur(image[1], severity))
-
-
-def elastic(image, c, jitter, field):
-    """Apply ImageNet-C's elastic transform with OpenCV and SciPy; imagecorruptions has another."""
-    (H, W), (alpha, sigma, _) = image.shape[:2], c
-    centre, s = np.float32((H // 2, W // 2)), min(H, W) // 3
-    corners = centre + np.float32([[s, s], [s, -s], [-s, -s]])
-    matrix = cv2.getAffineTransform(corners, corners + np.float32(jitter))
-    image = cv2.warpAffine(np.float32(image) / 255, matrix, (W, H),
-                           borderMode=cv2.BORDER_REFLECT_101)
-    across, down = (alpha * gaussian_filter(np.float64(f), sigma, mode="reflect", truncate=3)
-                    for f in field)
-    y, x = np.mgrid[:H, :W]
-    planes = [map_coordinates(image[..., k], (y + down, x + across), order=1, mode="reflect")
-              for k in range(3)]
-    return 255 * np.clip(np.stack(planes, 2), 0, 1)
-
-
-def test_elastic_transform_equals_imagenet_c(image, monkeypatch):
-    rng = np.random.default_rng(1)
-    for severity in (2, 5):
-        c = CONSTANTS["elastic_transform"][224][severity - 1]
-        jitter = np.float32(rng.uniform(-c[2], c[2], (3, 2)))
-        field = np.float32(rng.uniform(-1, 1, (2, SIDE, SIDE)))
-        drawn = torch.from_numpy(jitter)[None], torch.from_numpy(field)[None]
-        monkeypatch.setattr(corruptions, "draw_elastic_transform", lambda *_: drawn)
-        assert_one_step(corruptions.elastic_transform(image[0], c, None),
-                        elastic(image[1], c, jitter, field))
-
-
-def test_snow_equals_imagenet_c(theirs, image, monkeypatch):
-    smear = theirs._motion_blur                 # ImageNet-C rounds down before and after
-    monkeypatch.setattr(theirs, "_motion_blur", lambda x, **how: np.floor(
-        smear(np.floor(255 * x[:SIDE, :SIDE]), **how)) / 255)
-    for severity, angle in ((1, -62.0), (4, -100.0)):
-        c = CONSTANTS["snow"][224][severity - 1]
-        field = np.float32(np.random.default_rng(1).normal(size=(SIDE, SIDE)))
-        monkeypatch.setattr(np.random, "normal",
-                            lambda size, loc, scale: loc + scale * np.float64(field))
-        monkeypatch.setattr(np.random, "uniform", lambda *_: angle)
-        side = corruptions.visible_side(SIDE, c[2])
-        seen = slice((SIDE - side) // 2, (SIDE - side) // 2 + side)
-        drawn = torch.from_numpy(field)[None, seen, seen], torch.tensor([angle])
-        monkeypatch.setattr(corruptions, "draw_snow", lambda *_: drawn)
-        assert_one_step(corruptions.snow(image[0], c, None), theirs.snow(image[1], severity))
-
-
-def test_fog_equals_imagenet_c(theirs, image, monkeypatch):
-    plasma = np.random.default_rng(1).uniform(size=(SIDE, SIDE))
-    monkeypatch.setattr(theirs, "plasma_fractal", lambda **_: plasma)
-    monkeypatch.setattr(corruptions, "draw_fog", lambda *_: torch.from_numpy(plasma).float()[None])
-    assert_one_step(corruptions.fog(image[0], CONSTANTS["fog"][224][2], None),
-                    theirs.fog(image[1], 3))
-
-
-@pytest.fixture(scope="module")
-def z(golden):
-    return golden("robustness_corruptions_a")
+def test_random_corruptions_equal_imagenet_c_for_its_numbers(golden, monkeypatch):
+    z, image = golden("robustness_corruptions_b"), scenes(1, 24)
+    cases = [key.removesuffix("/image") for key in z if key.endswith("/image")]
+    for case in cases:
+        name, severity = case.split("/")
+        drawn = [z[key] for key in sorted(z) if key.startswith(f"{case}/draw")]
+        if name in DRAWN:
+            numbers = drawn if len(drawn) > 1 else drawn[0].long() if "glass" in name else drawn[0]
+            monkeypatch.setattr(corruptions, DRAWN[name], lambda *_: numbers)
+        c = CONSTANTS[name][224][int(severity[0]) - 1]
+        out = getattr(corruptions, name)(image, c, lambda n: drawn[0])
+        assert_one_step(out, z[f"{case}/image"], equal=0.995)
+    assert len(cases) == 9 and {case.split("/")[0] for case in cases} == {*DRAWN, "motion_blur"}
 
 
 def statistics(out, clean):
@@ -168,32 +91,25 @@ def statistics(out, clean):
     return torch.cat([first, *spectra], 1).nan_to_num()                 # 32 px: ring 0 is empty
 
 
-def assert_same_statistics(z, reference, name, clean, n=12, **options):
-    for severity in (1, 5):
-        s = statistics(corrupt(clean.expand(n, -1, -1, -1), name, severity, **options), clean)
-        mean, sd = (z[f"stats/{reference}/{name}/{k}"][severity - 1].double().nan_to_num()
-                    for k in ("mean", "sd"))
-        draws = z[f"stats/{reference}/{name}/draws"].flatten()[0]
-        slack = torch.tensor([0.002, 0.002, 0.002, 0.05, 0.002])
-        error = (s.mean(0) - mean).abs()
-        noise = sd * (1 / draws + 1 / n) ** 0.5
-        assert (error[:5] <= 5 * noise[:5] + slack).all(), (severity, error[:5], noise[:5])
-        assert (error[5:] <= 0.1 + 5 * noise[5:]).all(), (severity, error[5:])
+@random_ones
+def test_random_corruptions_have_imagenet_c_statistics(golden, name, monkeypatch):
+    """I: imagecorruptions' elastic transform, which other image sizes have."""
+    z, slack = golden("robustness_corruptions_a"), torch.tensor([0.002, 0.002, 0.002, 0.05, 0.002])
+    cases = [("H", 224, 12), ("C", 32, 12 if name == "frost" else 50)]
+    for reference, size, n in cases + [("I", 224, 12)] * (name == "elastic_transform"):
+        monkeypatch.setattr(corruptions, "ELASTIC_SIZES", () if reference == "I" else (224, 64, 32))
+        clean, of = scenes(1, size), f"stats/{reference}/{name}"
+        for i, severity in enumerate((1, 5)):
+            out = corrupt(clean.expand(n, -1, -1, -1), name, severity, frost_dir=FROST)
+            mean, sd = (z[f"{of}/{k}"][4 * i].double().nan_to_num() for k in ("mean", "sd"))
+            error = (statistics(out, clean).mean(0) - mean).abs()
+            noise = sd * (1 / z[f"{of}/draws"].flatten()[0] + 1 / n) ** 0.5
+            assert (error[:5] <= 5 * noise[:5] + slack).all(), (severity, error[:5], noise[:5])
+            assert (error[5:] <= 0.1 + 5 * noise[5:]).all(), (severity, error[5:])
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_corruptions_have_imagenet_c_statistics(z, name):
-    for reference, size, n in ("H", 224, 12), ("C", 32, 12 if name == "frost" else 50):
-        assert_same_statistics(z, reference, name, scenes(1, size), n=n, frost_dir=FROST)
-
-
-def test_other_elastic_has_imagecorruptions_statistics(z, monkeypatch):
-    monkeypatch.setattr(corruptions, "ELASTIC_SIZES", ())
-    assert_same_statistics(z, "I", "elastic_transform", scenes(1, 224))
-
-
-def test_synthetic_frost_resembles_the_photographs(z):
-    clean = scenes(1, 32)
+def test_synthetic_frost_resembles_the_photographs(golden):
+    z, clean = golden("robustness_corruptions_a"), scenes(1, 32)
     for severity in range(1, 6):
         s = statistics(corrupt(clean.expand(200, -1, -1, -1), "frost", severity), clean).mean(0)
         mean, sd = (z[f"stats/C/frost/{k}"][severity - 1].double().nan_to_num()
@@ -201,20 +117,13 @@ def test_synthetic_frost_resembles_the_photographs(z):
         assert ((s - mean).abs()[:5] <= 0.5 * sd[:5]).all() and ((s - mean).abs()[5:] <= 0.5).all()
 
 
-@pytest.fixture
-def large(monkeypatch):
-    """Use the constants for 224 pixels at every image size."""
-    monkeypatch.setattr(corruptions, "table_of", lambda H, W: 224)
-
-
-def test_flat_areas_are_defocused_as_by_imagecorruptions(theirs, large):
+def test_flat_areas_are_defocused_as_by_imagecorruptions(large):
     """Truncation would make a white area grey, within the tolerance of the tests above."""
     for level in (0, 1, 100, 254, 255):
+        image = torch.full((1, 3, 40, 40), level, dtype=torch.uint8)
         for severity in range(1, 6):
-            image = torch.full((1, 3, 40, 40), level, dtype=torch.uint8)
-            picture = Image.fromarray(image[0].permute(1, 2, 0).numpy())
             assert_one_step(corrupt(image, "defocus_blur", severity),
-                            theirs.defocus_blur(picture, severity), equal=1)
+                            theirs("defocus_blur", image, severity), equal=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,14 +139,18 @@ def test_batch_size_order_and_memory_layout_change_nothing(name):
         assert torch.equal(images, before) and not torch.equal(whole[0], images[0])
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_numbers_depend_on_seed_image_severity(large, name):
-    images = scenes(1, 64).expand(3, -1, -1, -1)
+@random_ones
+def test_numbers_depend_on_seed_image_severity(large, name, monkeypatch):
+    images, keys, uniform = scenes(1, 64).expand(3, -1, -1, -1), [], corruptions.uniform
+    monkeypatch.setattr(corruptions, "uniform", lambda index, n, *key: keys.append(key) or
+                        uniform(index, n, *key))
     run = partial(corrupt, images, name, 2)               # `large`: short motions can be equal
     first = run()
     assert torch.equal(first, run(seed=0, index=[0, 1, 2]))
     others = first[1], first[2], run(seed=1)[0], run(index=[100, 1, 2])[0]
     assert not any(torch.equal(first[0], other) for other in others)
+    corrupt(images, name, 3)
+    assert keys[-1] not in keys[:-1]                      # another severity draws other numbers
 
 
 def test_table_follows_the_shorter_side():
@@ -245,22 +158,15 @@ def test_table_follows_the_shorter_side():
         images = scenes(1, *size)
         expected = corruptions.contrast(images, CONSTANTS["contrast"][table][1], None)
         assert torch.equal(corrupt(images, "contrast", 2), expected)
+    any_size = corruptions.elastic_any_size               # the other elastic transform
+    for side, width, other in ((224, 224, 0), (64, 64, 0), (32, 32, 0), (96, 96, 1), (64, 80, 1)):
+        function, _ = corruptions.choose_function("elastic_transform", side, width, None)
+        assert (function is any_size) == other
 
 
 def test_parameters_equal_the_three_scripts():
     """Pin CONSTANTS. They were compared once with the three published scripts, number by number."""
     assert zlib.crc32(repr(CONSTANTS).encode()) == 0x06394fcc
-
-
-def test_elastic_is_imagenet_c_at_three_sizes(monkeypatch):
-    used = []
-    monkeypatch.setitem(corruptions.CORRUPTIONS, "elastic_transform",
-                        lambda images, *_: used.append(True) or images)
-    monkeypatch.setattr(corruptions, "elastic_any_size",
-                        lambda images, *_: used.append(False) or images)
-    for size in (224, 224), (64, 64), (32, 32), (96, 96), (64, 80):
-        corrupt(scenes(1, *size), "elastic_transform", 3)
-    assert used == [True, True, True, False, False]
 
 
 def test_frost_enlarges_photographs_for_large_images():
@@ -273,36 +179,13 @@ def test_frost_enlarges_photographs_for_large_images():
     assert large.shape == (1, 3, 400, 700) and large.float().std() > 10
 
 
-def test_float_images_and_severity_0_are_errors():
+def test_wrong_calls_are_errors_and_quantise_keeps_its_argument():
     images = scenes(2, 32)
-    for wrong in images.float() / 255, images[:, :1]:
-        with pytest.raises(ValueError, match="expected uint8"):
-            corrupt(wrong, "fog", 1)
-    with pytest.raises(ValueError, match="severity is 0, expected 1 to 5"):
-        corrupt(images, "fog", 0)
-
-
-@pytest.mark.parametrize("allowed, expected", [(3, 3), (64, 10), (None, 5)])
-def test_jpeg_uses_all_cores_that_it_may_use(monkeypatch, allowed, expected):
-    """Also if torchrun leaves PyTorch one thread; None: a system without affinity, 5 cores."""
-    asked = []
-
-    class Pool(corruptions.ThreadPoolExecutor):
-        def __init__(self, threads):
-            asked.append(threads)
-            super().__init__(threads)
-
-    monkeypatch.setattr(corruptions, "ThreadPoolExecutor", Pool)
-    if allowed is None:
-        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    else:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    corrupt(scenes(2, 32), "jpeg_compression", 3)
-    assert asked == [expected]
-
-
-def test_quantise_keeps_its_argument():
+    for wrong, severity, words in ((images.float() / 255, 1, "expected uint8"),
+                                   (images[:, :1], 1, "expected uint8"),
+                                   (images, 0, "severity is 0, expected 1 to 5")):
+        with pytest.raises(ValueError, match=words):
+            corrupt(wrong, "fog", severity)
     x = torch.tensor([-3.0, 0.9999, 254.9999, 300.0])
     before = x.clone()
     assert quantise(x).tolist() == [0, 1, 255, 255] and torch.equal(x, before)

@@ -23,12 +23,12 @@ import common
 import kpca
 from attention import FORMS, layer_inputs
 from data.shapes import load_shapes
+from models import load_classifier
 from processes import finish, run_in, start
 from robust.patches import noisy_patches
 from runs import refused
 from studies import arms, perfect_s
 from studies.stats import paired_t
-from vit import classifier_from_checkpoint
 
 for package in ("markdown_it", "latex2mathml", "pygments"):
     pytest.importorskip(package)
@@ -135,7 +135,7 @@ def traced(name, images, **config):
               if key not in ("n_iter", "lambd", "form")}
     checkpoint["model_config"] = {**stored, **config}
     checkpoint["model"] = {key: w.half().float() for key, w in checkpoint["model"].items()}
-    model = classifier_from_checkpoint(checkpoint).double().requires_grad_(False)
+    model = load_classifier(checkpoint).double().requires_grad_(False)
     attn, x = layer_inputs(model, images.double())[config.get("rpc_layers", [0])[0]]
     return model(images.double()), attn.project(x), attn.trace(x)
 

@@ -152,6 +152,11 @@ def test_wrong_settings_and_windows_are_errors():
                             **dict(size=32, window=32, stride=16) | bad)
 
 
+def test_pixels_above_one_are_an_error():
+    with pytest.raises(ValueError, match="the image has values up to 255; expected uint8, or float"):
+        predict_classes(small(), torch.full((3, 40, 40), 255.0), size=32, window=32, stride=32)
+
+
 def test_a_fan_encoder_has_the_classifiers_tokens():
     """The patch tokens are those that the classifier's first class block gets."""
     settings = dict(image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2, attn="rpc",

@@ -30,6 +30,8 @@ def test_timm_deit_weights_give_the_same_logits():
         torch.nn.init.normal_(p, std=0.05)
     ours = load_timm({"model": theirs.state_dict()})
     assert ours.config == ViTConfig(**SIZES["tiny"])
+    norms = [m for net in (ours, theirs) for m in net.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 2 * 25 and {norm.eps for norm in norms} == {1e-6}
     images = torch.rand(2, 3, 224, 224)
     mean, std = (torch.tensor(theirs.default_cfg[x]).view(3, 1, 1) for x in ("mean", "std"))
     with torch.no_grad():
