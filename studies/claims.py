@@ -482,35 +482,53 @@ def law_texts(kind, n, score, layer="mean"):
     return f"{row['layers'][score][int(layer)]:.2f}"
 
 
+@cache
+def left_out_rows(path, network):
+    """Read rows of studies.left_out. network: "data, attention"."""
+    return left_out.read_rows(path, *network.split(", "))
+
+
 def left(kind, condition, what="difference", base="as trained", network="shapes, symmetric"):
     """Describe a condition of studies.left_out minus a base, in points of accuracy.
 
-    condition, base: a score, with rule 1 for its threshold; "score, rule 2"; "as trained"; or
-    "oracle". kind: also "knowing SCORE". what: see `described`; "arm": the accuracy with its
-    interval; "mean arm": without; "auc": the mean AUC.
+    condition, base: "as trained", "oracle", or a score with the threshold of rule 1; also "score,
+    rule 2", and on clean images "score, windows". what: see `described`; "arm" is the accuracy.
     """
-    def stored_name(name):
-        name, comma, rule = name.partition(", rule ")
-        if name not in left_out.SCORES:
-            return name
-        return f"{name}; {left_out.RULES[int(rule or 1) - 1]}"
-
-    path = left_out.ROWS
-    if kind.startswith("knowing "):
-        kind, path = kind.removeprefix("knowing "), left_out.KNOWING
-    found = left_out.read_rows(path, *network.split(", "))
-    if what == "auc":
-        data, attn = network.split(", ")
-        return mean("left_out/rows.jsonl", f"data={data}", f"network={attn}", f"kind={kind}",
-                    f"auc.{condition}", ".2f")
-    name = stored_name(condition)
-    if what in ("arm", "mean arm"):
-        d = left_out.level(found, kind, name)
-        return f"{d.mean:.1f}" if what == "mean arm" else show(d).replace("+", "")
-    test = kind, name, stored_name(base)
-    names = {planned: text for text, planned in left_out.TESTS.items()}
-    p = left_out.tests(found)[names[test]][1] if test in names else math.nan
+    found = left_out_rows(left_out.ROWS, network)
+    test = kind, left_out_condition(condition), left_out_condition(base)
+    if what == "arm":
+        return f"{left_out.level(found, kind, test[1]).mean:.1f}"
+    p = math.nan
+    if what == "holm":
+        p, = (p for name, (_, p) in left_out.tests(found).items()
+              if left_out.TESTS[name] == test)
     return described(left_out.gap(found, *test), what, p, len(left_out.TESTS))
+
+
+def left_out_condition(name):
+    """Return the name of a condition in the rows of studies.left_out; see `left`."""
+    score, _, rule = name.removesuffix(", windows").partition(", rule ")
+    if score not in left_out.SCORES:
+        return name
+    windows = "; windows" if name.endswith(", windows") else ""
+    return f"{score}; {left_out.RULES[int(rule or 1) - 1]}{windows}"
+
+
+def left_auc(kind, score, data="shapes", attn="symmetric"):
+    """Return the mean AUC of a score in studies.left_out over networks."""
+    return mean("left_out/rows.jsonl", f"data={data}", f"network={attn}", f"kind={kind}",
+                f"auc.{score}", ".2f")
+
+
+def knowing(detector, condition):
+    """Return the accuracy of networks with a detector under attacks that know it, in per cent.
+
+    condition: of left_out.knowing_rows, for example "worst"; or "networks", their number.
+    """
+    found = left_out_rows(left_out.KNOWING, "shapes, symmetric")
+    if condition == "networks":
+        return str(len(found[detector, "worst"]))
+    return show(left_out.level(found, detector, condition)).replace("+", "")
 
 
 def paper(table, row, base, column, form):
@@ -589,8 +607,8 @@ FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fool
                                      off, apart, pooled, bent, adjusted, fit, mean, kpca, way,
                                      toward, chosen, nats, beyond, where, where_gap, perfect,
                                      perfect_trained, contrast, rpca, real, paper, lm_gap,
-                                     lm_perplexity, pro, law, law_gap, law_texts, left, part,
-                                     part_gap, part_planned)}
+                                     lm_perplexity, pro, law, law_gap, law_texts, left, left_auc,
+                                     knowing, part, part_gap, part_planned)}
 
 
 def value(expression):
