@@ -31,7 +31,7 @@ import numpy as np
 
 import common
 from studies import (arms, kernel_pca, language, left_out, line, perfect_s, pretrained,
-                     pro_attention, probe, repetition, robust_pca, where_is_s)
+                     pro_attention, probe, repetition, robust_pca, where_is_s, which_part)
 from studies.stats import (accuracy, crossed, detectable, digits_of, holm, interval, paired_t,
                            show, show_p, spread)
 
@@ -553,11 +553,44 @@ def pro(variant, measure, baseline=""):
     return show(pro_attention.gap(own, pro_attention.of_variant(found, *other)))
 
 
+@cache
+def part_rows():
+    return rows_of("which_part/rows.jsonl")
+
+
+def part(network, measure, form):
+    """Return a measure of studies.which_part in a form of `written`. network: of its GROUPS."""
+    return written(which_part.group(part_rows(), *which_part.GROUPS[network])[measure], form)
+
+
+def part_gap(network, kind, first, second, what="difference"):
+    """Describe the AUC of a score minus the AUC of another one; see `described`."""
+    values = which_part.group(part_rows(), *which_part.GROUPS[network])
+    return described(which_part.gap(values, kind, first, second), what, digits=2)
+
+
+def part_planned(contrast, network, what="difference", seeds="all"):
+    """Describe a planned contrast of studies.which_part.
+
+    what: see `described`; "outcome": in the words of the plan; "share": of the gap that centring
+    closes, in %. seeds: "all", or "fresh" to leave out seed 0.
+    """
+    rows = [row for row in part_rows() if seeds == "all" or row["seed"] > 0]
+    values = which_part.group(rows, "shapes", network)
+    d, p = which_part.planned(rows)[contrast, network]
+    if what == "outcome":
+        return which_part.outcome(contrast, d, p, values)
+    if what == "share":
+        return show(which_part.closed(values), 0)
+    return described(d, what, p, 10, 2)
+
+
 FUNCTIONS = {f.__name__: f for f in (gap, apart_in, on_those, setting, most_fooled, judged_as, rule,
                                      off, apart, pooled, bent, adjusted, fit, mean, kpca, way,
                                      toward, chosen, nats, beyond, where, where_gap, perfect,
                                      perfect_trained, contrast, rpca, real, paper, lm_gap,
-                                     lm_perplexity, pro, law, law_gap, law_texts, left)}
+                                     lm_perplexity, pro, law, law_gap, law_texts, left, part,
+                                     part_gap, part_planned)}
 
 
 def value(expression):
@@ -700,6 +733,10 @@ def contrast_page(name):
     return perfect_s.contrast_tables(perfect_s.read_rows(RESULTS / f"perfect_s/{name}.jsonl"))
 
 
+def part_page(name):
+    return which_part.tables(part_rows())
+
+
 def pretrained_page(name):
     return pretrained.tables(rows_of(f"pretrained/{name}.jsonl"))
 
@@ -721,6 +758,7 @@ PAGES = {
                                          "studies/results/where_is_s/robust_pca_shipped.jsonl",
                                          robust_page, "robust_pca_shipped"),
     "perfect_s/contrast.md": ("python -m studies.perfect_s --contrast", contrast_page, "contrast"),
+    "which_part/details.md": ("python -m studies.which_part", part_page, "rows"),
     "pretrained/details.md": ("python -m studies.pretrained", pretrained_page, "rows"),
     "repetition/details.md": ("python -m studies.repetition", repetition_page, "rows"),
     "left_out/details.md": ("python -m studies.left_out", left_out_page, "rows"),

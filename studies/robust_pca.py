@@ -5,10 +5,10 @@
     python -m studies.robust_pca --measure out/robust_pca/rpca-4_s70   # measures, and prints
     python -m studies.robust_pca --cost                           # time and memory, in turn
 
-PAP, the loop of RPC-Attention, replaces one line of robust PCA by attention. `--attn rpca` has the
-real line (rpca_layer.py). Each arm is a kind of network; the controls have parts of `rpca` only.
-The question, the arms and the meaning of each outcome were fixed in results/robust_pca/plan.md
-before the first row.
+PAP, the loop of RPC-Attention, computes L by attention; `--attn rpca` runs real robust PCA
+(rpca_layer.py). Each arm is a kind of network; the controls have parts of `rpca` only. The
+question, the arms and the meaning of each outcome were fixed in results/robust_pca/plan.md before
+the first row.
 """
 
 import argparse

@@ -11,9 +11,10 @@ and channels of layer 0, after each PAP step. AUC is the probability that a corr
 higher score than another patch of its image, averaged over images; chance is 0.5. S is compared
 with scores of the same keys that need no trained S:
 
-    |k|, distance       the length of the key; its distance from the mean key of the image
-    robust PCA          S of real robust PCA, of studies/rpca_layer.py. It differs from PAP in one
-                        line: it shrinks singular values where PAP attends to V
+    |k|, distance       the Euclidean length of the key over all heads; its distance from the mean
+                        key of the image
+    robust PCA          S of real robust PCA, of studies/rpca_layer.py. It differs from PAP in five
+                        parts; which_part.py runs every combination of them
     residual of PCA     what the leading directions of the keys leave; "equal rank": as many
                         directions as L of robust PCA has after its first step
 
@@ -213,7 +214,7 @@ def attention_of(config):
     return text
 
 
-# --- the one line ---------------------------------------------------------------------------------
+# --- two lines 4 in robust PCA's loop -------------------------------------------------------------
 
 def pursuit(k, v, low_rank, n_iter, centred):
     """Run the loop of robust PCA with another line 4; return S.

@@ -31,13 +31,13 @@ from data.rng import PATCH_VALUES, uniform
 from robust.patches import patches_to_pixels, random_places
 from studies import probe
 from studies.patches import corrupt_patches
+from studies.scores import mahalanobis, total_variation
 from studies.stats import detectable, holm, paired_t, scipy_stats, show, show_p
 
 FOLDER = Path(__file__).parent / "results/which_part"
 ROWS = FOLDER / "rows.jsonl"
 KINDS = ("noise", "gaussian", "colours", "equal", "adversarial")
 LAMBDA = 4                              # PAP's lambda
-RIDGE = 0.01                            # of the Mahalanobis distance, times the mean variance
 RATIOS = (0.6, 1.0, 1.4)                # size of noisy keys : size of intact keys
 LONG = (1, 2, 3, 4, 12, 200)            # steps after which PAP's S, L and residual are compared
 
@@ -123,7 +123,7 @@ def pursuit(loop, k, v, n_iter=4):
 def corrupt(images, kind, patch, model, labels):
     """Corrupt patches of images (B, 3, S, S); return the images, and which patches, (B, P) bool.
 
-    "colours": each of six patches has one random colour of its own. "equal": all six patches of an
+    "colours": each of six patches has another random colour. "equal": all six patches of an
     image contain the same noise. The other kinds: see studies/patches.py. All kinds except
     "adversarial" change the same patches.
     """
@@ -144,23 +144,6 @@ def corrupt(images, kind, patch, model, labels):
 def size(x):
     """Return the size of each patch token of x (B, H, N, D): (B, N - 1)."""
     return x.abs().sum((1, 3))[:, 1:]
-
-
-def mahalanobis(k):
-    """Return the squared Mahalanobis distance of each patch token, summed over heads: (B, P)."""
-    X = k - k.mean(-2, keepdim=True)
-    C = X.mT @ X / X.shape[-2]
-    variance = C.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    C = C + RIDGE * variance * torch.eye(C.shape[-1])
-    distance = (X * torch.linalg.solve(C, X.mT).mT).sum(-1)                 # (B, H, N)
-    return distance.sum(1)[:, 1:]
-
-
-def total_variation(images, patch):
-    """Return the sum of absolute differences of neighbouring pixels in each patch: (B, P)."""
-    tiles = F.unfold(images, patch, stride=patch).mT                        # (B, P, 3 patch^2)
-    tiles = tiles.unflatten(2, (3, patch, patch))
-    return sum(tiles.diff(dim=dim).abs().sum((2, 3, 4)) for dim in (3, 4))
 
 
 def auc(score, hit):
@@ -187,13 +170,13 @@ def areas(images, k, v, hit, patch):
             found[f"{loop.name}, step {step}"] = auc(size(S[step - 1]), hit)
     K = k - k.mean(-2, keepdim=True)
     _, L = pursuit(ROBUST_PCA, k, v, 1)
-    scores = {"K - L, no threshold": size(K - L[0]), "Mahalanobis": mahalanobis(k),
+    scores = {"K - L, no threshold": size(K - L[0]), "Mahalanobis": mahalanobis(k)[:, 1:],
               "total variation": total_variation(images, patch), "size of the key": size(k)}
     return found | {name: auc(score, hit) for name, score in scores.items()}
 
 
 def resized(k, hit, ratio):
-    """Multiply the keys of hit patches until their mean size is `ratio` times that of the rest."""
+    """Multiply the keys of hit patches; their mean size becomes `ratio` times the other keys'."""
     sizes = size(k)
     of_hit = (sizes * hit).sum(1) / hit.sum(1)
     of_rest = (sizes * ~hit).sum(1) / (~hit).sum(1)
@@ -313,15 +296,18 @@ def gap(values, kind, first, second):
 
 
 def planned(rows):
-    """Return the planned contrasts, noise: {(contrast, attn): (Difference, p after Holm)}."""
+    """Return the planned contrasts, noise: {(contrast, attn): (Difference, p after Holm)}.
+
+    Holm's correction counts all ten tests of the plan. With two networks there is no p value.
+    """
     found = {}
     for attn in NETWORKS:
         values = group(rows, "shapes", attn)
         for name, scores in CONTRASTS.items():
             found[name, attn] = gap(values, "noise", *scores)
     found["size", "rpc"] = gap(group(rows, "shapes", "rpc"), "noise", *SIZE)
-    p = holm({key: d.p for key, d in found.items()})
-    return {key: (d, p[key]) for key, d in found.items()}
+    p = holm({key: d.p if d.n > 2 else 1.0 for key, d in found.items()})
+    return {key: (d, p[key] if d.n > 2 else math.nan) for key, d in found.items()}
 
 
 def closed(values, kind="noise"):
@@ -339,6 +325,8 @@ def closed(values, kind="noise"):
 
 def outcome(contrast, d, p, values):
     """Return the outcome of a planned contrast, in the words of the plan."""
+    if d.n < 3:
+        return "exploratory"
     if not p < 0.05:
         return "no difference found"
     if contrast == "line":
@@ -385,30 +373,64 @@ GROUPS = {"rpc": ("shapes", "rpc"), "symmetric": ("shapes", "symmetric"),
           "softmax": ("shapes", "softmax"), "CIFAR-10": ("cifar10", None)}
 CONTROLS = ("K - L, no threshold", "Mahalanobis", "total variation", "size of the key",
             f"{RANDOM.name}, step 4", f"{CONSTANT.name}, step 4")
+OTHER = {"line_4": ("values", "keys", "spectrum"), "order": ("S first", "L first"),
+         "sign": (-1, 1), "threshold": ("released", "over"), "keys": ("raw", "centred")}
 
 
-def area_table(rows, name, scores):
-    """Format AUCs of a group: one row per score, one column per corruption."""
-    values = group(rows, *GROUPS[name])
-    n = len(next(iter(values.values())))
+def changed_once(loop):
+    """List (title, Loop): the loop itself, and the loop with one part changed."""
+    found = [("unchanged", loop)]
+    for part, choices in OTHER.items():
+        for choice in choices:
+            if choice != getattr(loop, part):
+                found.append((f"{part}: {choice}", loop._replace(**{part: choice})))
+    return found
+
+
+def change_table(rows, kind="noise", step=4):
+    """Format PAP and robust PCA with one part changed: one row per change, a column per group."""
     body = []
-    for score in scores:
-        body.append([score, *(mean_of(values[f"{kind}: {score}"]) for kind in KINDS)])
-    return common.table(body, [f"AUC, {name}, {n} networks", *KINDS])
+    for title, base in ("PAP", PAP), ("robust PCA", ROBUST_PCA):
+        for change, loop in changed_once(base):
+            score = f"{kind}: {loop.name}, step {step}"
+            cells = [mean_of(group(rows, *where)[score]) for where in GROUPS.values()]
+            body.append([f"{title}, {change}", *cells])
+    return common.table(body, [f"AUC, {kind}, step {step}", *GROUPS])
+
+
+def control_table(rows, kind):
+    """Format the AUC of the controls: one row per control, one column per group."""
+    body = []
+    for score in CONTROLS:
+        cells = [mean_of(group(rows, *where)[f"{kind}: {score}"]) for where in GROUPS.values()]
+        body.append([score, *cells])
+    return common.table(body, [f"AUC, {kind}", *GROUPS])
+
+
+def loop_table(rows, kind):
+    """Format the mean AUC of all loops after one and after four steps."""
+    body = []
+    for loop in LOOPS:
+        cells = []
+        for where in GROUPS.values():
+            values = group(rows, *where)
+            means = [torch.tensor(values[f"{kind}: {loop.name}, step {step}"]).mean()
+                     for step in (1, 4)]
+            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
+        body.append([loop.name, *cells])
+    return common.table(body, [f"AUC, {kind}, step 1 / step 4", *GROUPS])
 
 
 def step_table(rows):
-    """Format what PAP's S, L and residual are after each step on clean images."""
-    names = [name for name in group(rows, *GROUPS["rpc"]) if name.startswith("clean: ")]
-    names += [f"noise: {score}" for score in (
-        "rank correlation of the sizes of S and K, step 4",
-        *(f"{loop}, noisy keys resized to {ratio}" for loop in ("PAP", "robust PCA")
-          for ratio in RATIOS))]
-    names += [f"{kind}: size of the key, corrupted : intact" for kind in KINDS]
+    """Format S, L and residuals of PAP on clean images, the resized keys, and the sizes of keys."""
+    skipped = [f"{kind}: {score}" for kind in KINDS for score in CONTROLS]
+    skipped += [f"{kind}: {loop.name}, step {step}" for kind in KINDS
+                for loop in (*LOOPS, RANDOM, CONSTANT) for step in (1, 4)]
     body = []
-    for name in names:
-        cells = [mean_of(group(rows, *where)[name]) for where in GROUPS.values()]
-        body.append([name, *cells])
+    for name in group(rows, *GROUPS["rpc"]):
+        if name not in skipped:
+            cells = [mean_of(group(rows, *where)[name]) for where in GROUPS.values()]
+            body.append([name, *cells])
     return common.table(body, ["mean (95 % interval)", *GROUPS])
 
 
@@ -423,10 +445,12 @@ def share_table(rows):
 
 def tables(rows):
     """Format every table of the study as Markdown."""
-    parts = [contrast_table(rows), share_table(rows), step_table(rows)]
-    scores = [f"{loop.name}, step {step}" for loop in LOOPS for step in (1, 4)]
-    for name in GROUPS:
-        parts += [area_table(rows, name, CONTROLS), area_table(rows, name, scores)]
+    fresh = [row for row in rows if row["seed"] > 0]
+    parts = ["## Planned contrasts", contrast_table(rows), "The same without seed 0:",
+             contrast_table(fresh), share_table(rows), "## One part changed", change_table(rows),
+             change_table(rows, step=1), change_table(rows, "adversarial"), "## Controls",
+             *(control_table(rows, kind) for kind in KINDS), "## S and L of PAP",
+             step_table(rows), "## All loops", *(loop_table(rows, kind) for kind in KINDS)]
     return "\n\n".join(parts)
 
 
@@ -435,7 +459,7 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
     p.add_argument("--images", type=int, default=200, help="number of test images (default: 200)")
-    p.add_argument("--data_dir", help="folder of the data set (default: that of the training)")
+    p.add_argument("--data_dir", help="folder of the data set (default: as in training)")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     for path in tqdm(args.ckpt, "networks", disable=None):

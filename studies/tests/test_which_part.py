@@ -85,16 +85,8 @@ def test_corruptions_are_distinct_colours_or_equal_noise():
             assert (first == first[:1]).all() and first.std() > 0.2
 
 
-def test_controls_equal_their_definitions():
+def test_resized_keys_have_the_wanted_size():
     k, _ = keys()
-    expected = 0
-    for head in k[0].numpy():
-        X = head - head.mean(0)
-        C = X.T @ X / len(X)
-        C = C + 0.01 * C.trace() / len(C) * np.eye(len(C))
-        expected = expected + (X @ np.linalg.inv(C) * X).sum(1)[1:]
-    assert np.allclose(which_part.mahalanobis(k)[0], expected)
-
     hit = torch.zeros(3, 9, dtype=torch.bool)
     hit[:, :2] = True
     changed = which_part.resized(k, hit, 1.4)
@@ -102,7 +94,36 @@ def test_controls_equal_their_definitions():
     assert torch.allclose(sizes[:, :2].mean(1), 1.4 * sizes[:, 2:].mean(1))
     assert torch.equal(changed[:, :, 0], k[:, :, 0]) and torch.equal(changed[:, :, 3:], k[:, :, 3:])
 
-    image = torch.zeros(1, 3, 4, 4)
-    image[0, 0, 0, 0] = 1                                       # a corner has two neighbours
-    image[0, 1, 2, 3] = 1                                       # another patch: one pixel, too
-    assert which_part.total_variation(image, 2).tolist() == [[2, 0, 0, 2]]
+
+def made_up_rows():
+    """Return rows of three seeds per network whose AUCs follow from the name of the measure."""
+    template = which_part.common.read_log(which_part.ROWS)[0]["values"]
+    rows = []
+    for seed in range(3):
+        for data, attn in (*(("shapes", name) for name in which_part.NETWORKS), ("cifar10", "rpc")):
+            values = {name: 0.3 + 0.01 * seed for name in template}
+            for first, _ in which_part.CONTRASTS.values():
+                values[f"noise: {first}"] = 0.6 + 0.02 * seed
+            values[f"noise: {ROBUST_PCA.name}, step 4"] = 0.9
+            values[f"noise: {which_part.ROBUST_RAW.name}, step 1"] = 0.9 + 0.01 * seed
+            values[f"noise: {which_part.SIZE[0]}"] = 0.3
+            rows.append(dict(data=data, attn=attn, seed=seed, values=values))
+    return rows
+
+
+def test_outcomes_use_the_words_of_the_plan():
+    rows = made_up_rows()
+    planned = which_part.planned(rows)
+    assert len(planned) == 10
+    expected = {"line": "the line repairs PAP in part", "centring": "centring closes about half",
+                "values": "attention to K finds noise, attention to V does not"}
+    for (contrast, attn), (d, p) in planned.items():
+        words = which_part.outcome(contrast, d, p, which_part.group(rows, "shapes", attn))
+        if contrast == "size":                                      # 0.3 minus 0.3, 0.31, 0.32
+            assert words == "no difference found"
+        else:
+            assert d.mean == pytest.approx(0.31) and p < 0.05
+            assert words.startswith(expected[contrast])
+    share = which_part.closed(which_part.group(rows, "shapes", "rpc"))
+    assert share.mean == pytest.approx(100 * 0.31 / 0.6)
+    assert "| PAP, unchanged" in which_part.tables(rows)
