@@ -26,6 +26,7 @@ import shlex
 import time
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
@@ -338,7 +339,8 @@ def main():
         evaluated.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        best = checkpoint["best"]
+        if not vars(args).get("best") or Path(args.out_dir, "best.pt").exists():
+            best = checkpoint["best"]       # else best.pt is lost: the next evaluation writes it
     common.check_same_run(args, first, crc)
 
     # `net` is trained; `model` has the same weights.

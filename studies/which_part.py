@@ -123,7 +123,7 @@ def pursuit(loop, k, v, n_iter=4):
 def corrupt(images, kind, patch, model, labels):
     """Corrupt patches of images (B, 3, S, S); return the images, and which patches, (B, P) bool.
 
-    "colours": each of six patches has one random colour of its own. "equal": all six patches of an
+    "colours": each of six patches has another random colour. "equal": all six patches of an
     image contain the same noise. The other kinds: see studies/patches.py. All kinds except
     "adversarial" change the same patches.
     """
@@ -176,7 +176,7 @@ def areas(images, k, v, hit, patch):
 
 
 def resized(k, hit, ratio):
-    """Multiply the keys of hit patches until their mean size is `ratio` times that of the rest."""
+    """Multiply the keys of hit patches; their mean size becomes `ratio` times the other keys'."""
     sizes = size(k)
     of_hit = (sizes * hit).sum(1) / hit.sum(1)
     of_rest = (sizes * ~hit).sum(1) / (~hit).sum(1)
@@ -459,7 +459,7 @@ def main(argv=None):
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--ckpt", nargs="+", default=[], help="measure these run folders or checkpoints")
     p.add_argument("--images", type=int, default=200, help="number of test images (default: 200)")
-    p.add_argument("--data_dir", help="folder of the data set (default: that of the training)")
+    p.add_argument("--data_dir", help="folder of the data set (default: as in training)")
     p.add_argument("--out", type=Path, help="append the rows of --ckpt to this file")
     args = p.parse_args(argv)
     for path in tqdm(args.ckpt, "networks", disable=None):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torchvision.transforms.v2.functional import center_crop, resize
 
 import common
@@ -32,12 +33,12 @@ from studies.stats import paired_t
 
 for package in ("markdown_it", "latex2mathml", "pygments"):
     pytest.importorskip(package)
-import lecture.page as page_maker  # noqa: E402: this import needs the packages
+import lecture.page as page_maker  # noqa: E402: these imports need the packages
+from lecture import animation  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "lecture/WALKTHROUGH.md").read_text(encoding="utf-8")
-BROWSERS = ("chromium", "google-chrome", "chromium-browser")
-CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+CHROMIUM = next(filter(None, map(shutil.which, animation.BROWSERS)), None)
 NODE = shutil.which("node")
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium")
 needs_node = pytest.mark.skipif(not NODE, reason="no node")
@@ -519,7 +520,8 @@ def test_slides_and_clicks_of_teaching(tmp_path):
         };
         for (const step of steps) {
           await act(...step);
-          const areas = [text("auc-S"), text("auc-real")], mean = visible($("mean")) && text("mean");
+          const areas = [text("auc-S"), text("auc-real")];
+          const mean = visible($("mean")) && text("mean");
           found.steps.push({place: place(), answer: answer(), areas, mean});
         }
 
@@ -642,6 +644,14 @@ def test_chosen_scenes_are_as_the_page_says():
     assert found["queries"] == [5, 105]                     # the two pictures without paint
     assert found["kept"].count(False) == 2 and not found["kept"][2]
     assert "in two of the ten scenes" in page_maker.read("lecture/web/live.html")
+
+
+def test_animation_is_small_and_has_all_frames():
+    path = ROOT / "lecture/pictures/live.gif"
+    with Image.open(path) as picture:
+        assert picture.n_frames == len(animation.FRAMES)
+        assert picture.size == (2 * animation.WIDTH, 2 * animation.HEIGHT)
+    assert path.stat().st_size < 1e6
 
 
 def test_stored_accuracies_equal_rows_of_study():

@@ -116,6 +116,13 @@ def test_the_average_of_the_weights_is_evaluated(monkeypatch):
     assert log("a", "eval")[3]["loss"] == pytest.approx(F.cross_entropy(logits, val.labels).item())
 
 
+def test_a_lost_best_is_written_again():
+    train(SMALL, "--best --epochs 2 --max_steps 4 --out_dir a")
+    os.remove("a/best.pt")
+    train("--resume a")
+    assert common.load("a/best.pt")["step"] == 8
+
+
 def test_a_loader_that_forgets_its_part_is_an_error(monkeypatch):
     """Noise with random labels would have a validation accuracy of 100 %."""
     noise = Split(torch.randint(0, 256, (64, 3, 16, 16), dtype=torch.uint8),

@@ -110,7 +110,7 @@ const withArticle = name => `${/^[aeiou]/.test(name) ? "an" : "a"} ${name}`;
 
 function question({paint}) {
   const number = game.round ? `Picture ${game.round + 1} of ${ROUNDS.length}. ` : "";
-  const asked = asksRobustPca({paint}) ? "Robust PCA found such patches so far. Is its AUC near 1 again, or near 0.5?"
+  const asked = asksRobustPca({paint}) ? "Robust PCA found noise so far. Is its AUC near 1 again, or near 0.5?"
     : "Is S of RPC-Attention larger there than elsewhere, or smaller?";
   return `${number}${paintInWords(paint) || "Six patches become noise."} ${asked}`;
 }
