@@ -478,9 +478,9 @@ def processor():
 def replacing(path):
     """Yield a temporary path, which replaces `path` at the end, so `path` is never half a file.
 
-    An error removes the temporary file, and after a kill the next call replaces it.
+    An error removes the temporary file. Two processes can write the same file.
     """
-    tmp = Path(f"{path}.tmp")
+    tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:
         yield tmp
         os.replace(tmp, path)
@@ -490,6 +490,9 @@ def replacing(path):
 
 def save(path, checkpoint):
     """Write a checkpoint, a dict of plain types and tensors, completely or not at all."""
+    path = Path(path)
+    for left in path.parent.glob(f"{path.name}.*.tmp"):             # by a kill while saving
+        left.unlink()
     with replacing(path) as tmp:
         torch.save(checkpoint, tmp)
 

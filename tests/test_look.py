@@ -167,6 +167,7 @@ def test_maps_of_an_own_attention_have_a_note(run, tmp_path, monkeypatch):
     ("--image lecture", "cannot read lecture: .*Is a directory"), ("--image x.png", "x.png"),
     ("--ckpt weights/pydoc_rpc.pt", "is for language modelling; expected one for classification"),
     ("--noise 64", "--noise 64: the image has 64 patches; expected fewer"),
+    ("--out picture", "--out picture: unknown file extension"),
     ("--scene -1", "expected a whole number of 0 or more")])
 def test_wrong_flags_are_one_line(words, expected, monkeypatch):
     monkeypatch.chdir(ROOT)
