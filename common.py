@@ -250,7 +250,10 @@ def start_processes(device_name):
         best = "mps"
     if torch.cuda.is_available():
         best = "cuda"
-    device = torch.device(device_name or best)
+    try:
+        device = torch.device(device_name or best)
+    except RuntimeError:
+        raise InputError(f"--device {device_name}: expected cuda, mps or cpu") from None
     if device.type == "cuda" and best != "cuda":
         raise InputError(f"--device {device_name}: PyTorch finds no GPU; choose cpu")
     if "RANK" not in os.environ:
