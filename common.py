@@ -250,7 +250,10 @@ def start_processes(device_name):
         best = "mps"
     if torch.cuda.is_available():
         best = "cuda"
-    device = torch.device(device_name or best)
+    try:
+        device = torch.device(device_name or best)
+    except RuntimeError:
+        raise InputError(f"--device {device_name}: expected cuda, mps or cpu") from None
     if device.type == "cuda" and best != "cuda":
         raise InputError(f"--device {device_name}: PyTorch finds no GPU; choose cpu")
     if "RANK" not in os.environ:
@@ -434,7 +437,7 @@ def mean_over_processes(rows):
 def origin(device):
     """Return fields of a row: date, commit, PyTorch's version, hardware, number of processes.
 
-    The hardware includes the processor's name, because processors round differently.
+    The hardware includes the processor's model, because processors round differently.
     """
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -463,13 +466,15 @@ def commit():
 
 
 def processor():
-    """Return the processor's name; only its type if Linux does not list the name."""
+    """Return name, family and model of the processor; only its type if Linux does not list them."""
     info = Path("/proc/cpuinfo")
+    fields = {}
     if info.exists():
-        found = re.search(r"model name\s*: (.*)", info.read_text())
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()   # a Mac, Windows, ARM
+        fields = dict(re.findall(r"(.+?)\s*: (.*)", info.read_text()))
+    if "model name" not in fields:                      # a Mac, Windows, ARM
+        return platform.processor() or platform.machine()
+    return (f"{fields['model name']} family {fields.get('cpu family')} "
+            f"model {fields.get('model')}")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

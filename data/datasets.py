@@ -68,7 +68,8 @@ def folder(part, args, device, classes=None):
         expected = ", ".join(names[:5]) if classes else "two or more"
         raise InputError(f"{args.data_dir} has photos of the classes "
                          f"{sorted(found)[:5]}, expected {expected}, as in "
-                         f"{args.data_dir}/<class>/*.jpg")
+                         f"{args.data_dir}/<class>/*.jpg or "
+                         f"{args.data_dir}/train/<class>/*.jpg")
     # Memory for all files; unreadable ones leave room at the end.
     images = torch.zeros(len(parts[part]), 3, args.image_size, args.image_size,
                          dtype=torch.uint8)

@@ -133,8 +133,9 @@ def test_devices_compute_in_float32(monkeypatch):
     assert not torch.backends.cudnn.allow_tf32                          # convolutions, too
     assert torch.get_float32_matmul_precision() == "highest"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="--device cuda"):
-        common.start_processes("cuda")
+    for name in ("cuda", "gpu"):
+        with pytest.raises(InputError, match=f"--device {name}: "):
+            common.start_processes(name)
 
 
 def compare(values):

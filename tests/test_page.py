@@ -533,13 +533,14 @@ def test_slides_and_clicks_of_teaching(tmp_path):
             press(key);
             found.keys.push(place()[0]);
           }
+        await act("press", "erase all");
+        found.erased = text("plain");
+        if (innerHeight === 720) return found;              // the smaller size plays to the end
         while (visible($("next"))) {
           await act("press", "next");
           await act("press", inside("#guess button")[0].value);
         }
         found.score = text("right");
-        await act("press", "erase all");
-        found.erased = text("plain");
         press("End");
         found.attack = await attack($("start"), few);
         measure();
@@ -564,8 +565,8 @@ def test_slides_and_clicks_of_teaching(tmp_path):
         for tick, before, then in ticks:
             assert done[tick]["answer"] == (then or before) and "+0.1 points" in done[tick]["mean"]
         assert found["keys"] == 4 * [19, 18, 19, 18, number, 1, 1, 1, 18]
-        assert "After five pictures" in found["score"]
-        assert found["erased"].startswith("Nothing is painted") and "After" in found["attack"][0]
+        assert found["erased"].startswith("Nothing is painted")
+    assert "After five pictures" in results[1]["score"] and "After" in results[1]["attack"][0]
 
 
 @needs_chromium
