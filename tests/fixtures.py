@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")   # one process per core, so one thread per process
-# For glibc in the workers of xdist: keep freed memory, because new memory from Linux takes time.
-os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2 ** 25))
-os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2 ** 30))
 # Hide the GPUs, on which runs are not bit-identical, unless test_gpu.py is named. The workers of
 # xdist have no command line; they inherit the variable.
 if "PYTEST_XDIST_WORKER" not in os.environ and not any("test_gpu" in word for word in sys.argv):
