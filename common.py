@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 
 # A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
@@ -393,6 +393,14 @@ def create_file(path):
             open(path, "x").close()
         except FileExistsError:
             raise InputError(f"{path} exists; choose another --out_dir") from None
+
+
+def new_results(out_dir):
+    """Create the results.jsonl of an evaluation, in out_dir or else in out/eval_<time>; return it."""
+    now = datetime.now().strftime("%Y%m%d_%H%M%S_%f")   # with microseconds, so no name occurs twice
+    path = Path(out_dir or f"out/eval_{now}", "results.jsonl")
+    create_file(path)
+    return path
 
 
 def start_log(args, first, model, device):
