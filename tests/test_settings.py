@@ -119,6 +119,7 @@ def test_your_own_folder_needs_one_flag():
 def test_wrong_flags_of_an_evaluation_are_one_line():
     for words, expected in (("", "--ckpt is missing"), ("--ckpt a a", "names a network twice"),
                             ("--ckpt a --eps 3", "--eps 3: expected 0 to 1, for example 8/255"),
+                            ("--ckpt a --severities", "--severities: expected one or more values"),
                             ("--ckpt a --measures pdg", "invalid choice: 'pdg'"),
                             ("--ckpt a --measures imagenet_a", "needs --imagenet_a, the folder"),
                             ("--ckpt a --severities 6", "expected a whole number from 1 to 5"),
