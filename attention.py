@@ -291,7 +291,7 @@ ATTENTIONS = {
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# Names in pap that are no flags: keywords of rpc_attention.
+# Names in pap that are no flags of the image trainers: keywords of rpc_attention.
 PAP_NAMES = ("threshold", "mu_dim", "dual_sign", "mu_over", "shrink")
 # A value of --attn is a pattern in this table, (attention in rpc_layers, in all other layers), or a
 # name in ATTENTIONS, which then holds for all layers. If both tables have it, it is a pattern.
@@ -323,9 +323,8 @@ def attention_flags(attn):
     """Return the settings of an attention as a table of flags, {name: (default, help, ...)}."""
     table = dict(PAP_FLAGS)
     for name, value in default_settings(attn).items():
-        own = (value, f"a setting of --attn {attn}")
-        _, *rest = table.get(name, own)
-        table[name] = (value, *rest)
+        entry = table.get(name, (value, f"a setting of --attn {attn}"))
+        table[name] = (value, *entry[1:])
     return table
 
 
@@ -420,7 +419,7 @@ class SelfAttention(nn.Module):
         """Return the PAP steps on x (B, N, C), a list of dict(S, K2, Q2, L); [] without PAP."""
         steps = []
         with every_pap(self, trace=steps):
-            self.forward(x)     # self(x) would call hooks, and a hook may call trace
+            self.forward(x)     # self(x) would call hooks, such as those of layer_inputs
         return steps
 
 

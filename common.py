@@ -19,13 +19,12 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import contextmanager
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 
 # A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
-# sleep slow down the working threads if other programs run, too (docs/data.md). PyTorch reads the
-# variable when it is imported. A value that you set yourself stays. OMP_WAIT_POLICY chooses between
-# checking and sleeping, too; if you set it, it counts.
+# sleep slow down other programs (docs/data.md). PyTorch reads the variable when it is imported. Your
+# own value of this variable, or of OMP_WAIT_POLICY, stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -103,7 +102,7 @@ def at_least_float32(x):
 
 # --- flags: a table {name: (default, help) or (default, help, allowed)} ---------------------------
 
-# The flags that every trainer has. A flag whose default is None means: as the machine allows.
+# The flags that every trainer has. None: yes or no, as the machine allows.
 RUNNING = dict(
     seed=(0, "seed of weights, order and random changes", (0, 2 ** 31 - 1)),
     out_dir=("", "folder of the run; without this flag out/<data>_<attn>"),
@@ -112,7 +111,7 @@ RUNNING = dict(
     compile=(None, "compile the model; without this flag on CUDA devices"),
     max_steps=(0, "stop at this step; the schedule stays the same; 0: never"),
 )
-# The flags of a resumed run: what belongs to the machine, the length, and the remedies for a loss
+# The flags of a resumed run: what belongs to the machine, where to stop, and the remedies for a loss
 # that is not finite. The other settings come from the checkpoint.
 OF_RESUME = ("resume", "data_dir", "num_workers", "device", "amp", "compile", "max_steps", "lr",
              "clip")
@@ -164,9 +163,10 @@ def parse_resumed(folder, task, make_table, doc):
     check_task(checkpoint, task)
     stored = checkpoint["args"] | dict(resume=folder, out_dir=folder, device="", max_steps=0)
     table = make_table(stored)
-    own = {name: (stored[name], *table[name][1:]) for name in OF_RESUME if name in stored}
-    args = parse(own, doc)
-    return argparse.Namespace(**(stored | vars(args))), checkpoint
+    # The flags that can be given, with the stored values as defaults.
+    allowed = {name: (stored[name], *table[name][1:]) for name in OF_RESUME if name in stored}
+    given = parse(allowed, doc)
+    return argparse.Namespace(**(stored | vars(given))), checkpoint
 
 
 def with_recipe(table, recipe):
@@ -185,8 +185,8 @@ def with_recipe(table, recipe):
 
 def add_flag(parser, name, default, text, allowed=None):
     """Add a flag to a parser. The arguments are an entry of a table of flags."""
-    how = dict(default=default)
-    one = default
+    how = dict(default=default)                         # the keywords of add_argument
+    one = default                                       # one value, whose type the flag has
     if isinstance(default, list):
         how["nargs"] = "*"
         how["metavar"] = name.upper()
@@ -198,7 +198,7 @@ def add_flag(parser, name, default, text, allowed=None):
     else:
         how["type"] = functools.partial(number, whole=isinstance(one, int), allowed=allowed)
     shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    if shown not in ("", None) and shown is not False:
+    if shown not in ("", None) and shown is not False:  # not "== False": 0 is a default to show
         text += f" (default: {shown})"
     parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **how)
 
@@ -393,6 +393,14 @@ def create_file(path):
             open(path, "x").close()
         except FileExistsError:
             raise InputError(f"{path} exists; choose another --out_dir") from None
+
+
+def new_results(out_dir):
+    """Create the results.jsonl of an evaluation, in out_dir or else in out/eval_<time>; return it."""
+    now = datetime.now().strftime("%Y%m%d_%H%M%S_%f")   # with microseconds, so no name occurs twice
+    path = Path(out_dir or f"out/eval_{now}", "results.jsonl")
+    create_file(path)
+    return path
 
 
 def start_log(args, first, model, device):

@@ -40,7 +40,7 @@ def load_timm(checkpoint):
     """Rebuild a ViT from weights with timm's names (DeiT, timm, rachtsy/KPCA_code), in eval mode.
 
     checkpoint: a dict {name: tensor}, or a dict that contains one under a name in WEIGHTS. The
-    released code also stores its flags as "args". No file stores three settings. So we assume that
+    released code also stores its flags as "args". Three settings are in no file. So we assume that
     heads are 64 wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
     sets = [name for name in WEIGHTS if name in checkpoint]

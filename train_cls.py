@@ -48,11 +48,12 @@ SETTINGS = dict(
     model=("nano", "size of a ViT, or of a FAN (fully attentional network)", tuple(SIZES)),
     image_size=(32, "side of an image in pixels", ONE_OR_MORE),
     patch_size=(4, "side of a patch in pixels", ONE_OR_MORE),
-    attn=("rpc", "see below"),
+    attn=("rpc", "make_table adds the help and the choices"),
     rpc_layers=("0", "layers with RPC-Attention, counted from 0: 0 or 0,1,2 or 0-3 or all"),
     drop_path=(0.0, "rate at which the last block's branches are skipped", (0, 0.99)),
-    init=("", "initial weights of Linear layers: PyTorch's (default) or DeiT's; without "
-          "this flag default for a ViT, DeiT's for a FAN", ("default", "trunc_normal")),
+    init=("", "initial weights of Linear layers, of PyTorch (default) or of DeiT "
+          "(trunc_normal); without this flag default for a ViT, trunc_normal for a FAN",
+          ("default", "trunc_normal")),
     init_from=("", "initialise from this checkpoint of the same --model and --patch_size; "
                "with another number of classes, the head is new"),
     # the training
@@ -79,7 +80,7 @@ SETTINGS = dict(
     eval_every=(1, "epochs between evaluations", ONE_OR_MORE),
 ) | common.RUNNING
 
-# Other defaults, and the flags that only one data set has.
+# Other defaults of a data set. A tuple is a whole entry: it adds a flag, or replaces one.
 DATA_DIR = "folder of the images; docs/data.md shows all layouts"
 BEST = "also save best.pt, the weights with the lowest validation loss"
 RECIPES = dict(
@@ -102,7 +103,7 @@ RECIPES = dict(
         epochs=300, batch_size=1024, lr=1e-3, warmup=5 / 300, clip=0.0,
         flip=True, num_ops=2, erase=0.25, mixup=0.8, cutmix=1.0, repeats=3,
         eval_every=5),
-    # your own images
+    # your own images; symmetric attention, because we found no gain of RPC
     folder=dict(
         data_dir=("photos", DATA_DIR),
         epochs=(0, "length of the training; 0: 1.8 sqrt(images), at least 8"),
@@ -112,7 +113,10 @@ RECIPES = dict(
 
 
 def make_table(chosen):
-    """Return the table of flags for chosen flags, {name: value}, among them data and attn."""
+    """Return the table of flags for chosen flags, {name: value}, among them data and attn.
+
+    The settings of an attention are flags, so --attn also decides which flags exist.
+    """
     table = common.with_recipe(SETTINGS, RECIPES[chosen["data"]])
     attn = chosen["attn"] or table["attn"][0]
     choices = sorted(ATTENTIONS | LAYER_PATTERNS)       # at this moment: a study can add its own
@@ -166,6 +170,7 @@ def train_batches(data, args, start, stop, device, rank, world):
         batches = zip(images.split(b), targets.split(b), positions.split(b))
         for x, y, position in batches:
             if args.mixup or args.cutmix:
+                # position = step * batch_size + place in the batch
                 step = position[0].item() // args.batch_size
                 x, y = mix(x, y, args.seed, step, mixup=args.mixup, cutmix=args.cutmix)
             yield x, y, position
@@ -176,7 +181,7 @@ def evaluate(model, data, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     n = len(data.labels)
     mine = torch.arange(n)[rank::world]                 # may be empty
-    pairs = [(index, index) for index in mine.split(256) if len(index)]
+    pairs = [(index, index) for index in mine.split(256) if len(index)]     # split(()) has a part
     batches = load_batches(data, pairs, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
     with eval_mode(model):
@@ -244,13 +249,13 @@ def adversarial(model, compiled, autocast, images, targets, position, args):
 
     compiled: the model, perhaps compiled, which is attacked. The attack does not use DDP's `net`,
     because after each forward pass DDP waits for gradients of the weights.
-    autocast: the context of the forward pass. As in a training step, gradients are computed outside
-    of it.
+    autocast: the context of the forward pass; gradients are computed outside autocast, as in a
+    training step.
     position: the numbers of the samples; with the seed, they determine the random numbers.
 
     The attack needs gradients of the images only. So the weights are frozen; otherwise the compiled
     backward pass would compute their gradients, too. The model is in eval mode, without drop path.
-    The step size is pgd's default, but without its lower bound of 0.15 eps.
+    The step size alpha is 2.5 eps / steps.
     """
     from robust.attacks import pgd                      # here, because few trainings use it
 
@@ -290,7 +295,8 @@ def main():
         val = train
     elif data_crc(val) == data_crc(train):
         raise InputError(f"--data {args.data}: the parts train and val are equal; expected "
-                         "different images, so check what the data set does with `part`")
+                         "different images; the function of the data set in "
+                         "data/datasets.py must use its argument `part`")
     n = len(train.labels)
     if args.batch_size % world or args.batch_size > n:
         raise InputError(f"--batch_size {args.batch_size}: expected at most {n}, the "
@@ -307,7 +313,7 @@ def main():
     # initialisation; a FAN as in NVlabs/FAN.
     architecture, size = SIZES[args.model]
     Model, Config = MODELS[architecture]
-    linear_init = dict(vit="default", fan="trunc_normal")[architecture]
+    linear_init = "trunc_normal" if architecture == "fan" else "default"
     pap = {name: getattr(args, name) for name in default_settings(args.attn)}
     config = Config(
         **size, image_size=args.image_size, patch_size=args.patch_size,
@@ -335,6 +341,7 @@ def main():
     if checkpoint:
         if checkpoint["data_crc"] != crc:
             raise InputError("--resume: the training images have changed")
+        # With --ema, "model" has the averages, and "trained" has the weights themselves.
         model.load_state_dict(checkpoint.get("trained", checkpoint["model"]))
         evaluated.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -386,7 +393,7 @@ def main():
             loss = F.cross_entropy(net(images), targets)
         loss.backward()
 
-        # Clip the gradient, and update the weights.
+        # Clip the gradient (a clip at infinity only measures its norm), and update the weights.
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -267,9 +267,7 @@ def evaluate_only():
     data_dir = args.data_dir or trained.get("data_dir") or pydoc_folder()
     texts = load_texts(data_dir, vocab, word, args)
 
-    folder = args.out_dir or f"out/eval_{time.strftime('%Y%m%d_%H%M%S')}"
-    path = Path(folder, "results.jsonl")
-    common.create_file(path)
+    path = common.new_results(args.out_dir)
     print0(f"{data_dir} | {path}")
     rows = []
     for split, (clean, attacked, swapped) in texts.items():

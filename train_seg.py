@@ -262,9 +262,7 @@ def evaluate_only(args, rank, world, device):
         changes = [partial(change, severity=severity) for severity in args.severities]
         measures.append((kind, text, few, changes))
 
-    folder = args.out_dir or f"out/eval_{time.strftime('%Y%m%d_%H%M%S')}"
-    file = Path(folder, "results.jsonl")
-    common.create_file(file)
+    file = common.new_results(args.out_dir)
     print0(f"{len(networks)} networks | {args.data}, {len(test)} test images | {file}")
     rows = []
     for name, text, index, changes in measures:

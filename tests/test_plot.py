@@ -29,6 +29,7 @@ CLEAN = dict(name="clean", measure="clean", eps="", images=8, top1=37.5, right=[
 RESULTS = [CLEAN | dict(network="a"), attack("a", "2/255", 40.0), attack("b", "2/255", 50.0),
            attack("a", "4/255", 20.0), attack("a", "0.1", 9.0, "pgd steps=9"),
            dict(network="a", name="fog", measure="corruptions type=fog", eps="", top1=80.0),
+           dict(network="s", name="clean", measure="clean", images=8, mean_iou=50.0),
            dict(network="a", name="noise", measure="noise eps=0.068", top1=70.0)]
 
 

@@ -97,7 +97,7 @@ def test_a_data_set_has_only_its_flags(words):
 
 def test_settings_of_pap_exist_for_every_attention(monkeypatch):
     """A loop over attentions in the shell has one line. An own setting is a flag, too."""
-    for attn in sorted(attention.ATTENTIONS | attention.LAYER_PATTERNS):
+    for attn in ("softmax", "symmetric", "rpc", "rpc_asym", "sym_asym", "scaled_s", "scaled_alpha"):
         args = flags_of("train_cls.py", ["--attn", attn, "--n_iter", "2"])
         assert (args["attn"], args["n_iter"], args["lambd"]) == (attn, 2, 4.0)
     mine = attention.Attention(False, attention.attend_softmax,
@@ -119,6 +119,7 @@ def test_your_own_folder_needs_one_flag():
 def test_wrong_flags_of_an_evaluation_are_one_line():
     for words, expected in (("", "--ckpt is missing"), ("--ckpt a a", "names a network twice"),
                             ("--ckpt a --eps 3", "--eps 3: expected 0 to 1, for example 8/255"),
+                            ("--ckpt a --severities", "--severities: expected one or more values"),
                             ("--ckpt a --measures pdg", "invalid choice: 'pdg'"),
                             ("--ckpt a --measures imagenet_a", "needs --imagenet_a, the folder"),
                             ("--ckpt a --severities 6", "expected a whole number from 1 to 5"),
