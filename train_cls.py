@@ -348,7 +348,7 @@ def main():
         first = checkpoint["step"]
         if not vars(args).get("best") or Path(args.out_dir, "best.pt").exists():
             best = checkpoint["best"]       # else best.pt is lost: the next evaluation writes it
-    common.check_same_run(args, first, crc)
+    common.check_same_run(args, first, (crc, data_crc(val)))
 
     # `net` is trained; `model` has the same weights.
     compiling = common.use_compile(args.compile, device)

@@ -200,13 +200,16 @@ DATA = dict(cls="--data imagenet --data_dir tree --num_workers 0 --batch_size 12
             seg="--batch_size 2")
 
 
-@pytest.mark.parametrize("name, what", [*((name, "data") for name in SCRIPTS), ("cls", "flags")])
+@pytest.mark.parametrize("name, what", [*((name, "data") for name in SCRIPTS), ("cls", "flags"),
+                                        ("cls", "validation")])
 def test_processes_with_other_data_or_flags_stop(name, what):
     """Nodes have their own disks."""
     make_tree()
     for node in ("node0", "node1"):
         for data in ("tree", "pairs", "text"):
             shutil.copytree(data, f"{node}/{data}")
+    if what == "validation":
+        Path("node1/tree/val/n0/0.png").unlink()
     if what == "data":
         for pattern in ("tree/train/n0/0.png", "pairs/*/training/8.png"):
             for path in Path("node1").glob(pattern):
@@ -221,7 +224,8 @@ def test_processes_with_other_data_or_flags_stop(name, what):
 
     words = SMALL[name].replace("--num_images 48 ", "")
     for code, _, err in group_results(main, flags(words, DATA[name], "--out_dir a")):
-        assert code == 1 and f"the processes have different {what}" in err, err
+        assert code == 1 and "the processes have different " in err, err
+        assert ("flags" if what == "flags" else "data") in err
     assert not list(Path().glob("node*/a/log.jsonl"))
 
 
