@@ -334,13 +334,13 @@ def main():
     evaluated = copy.deepcopy(model) if args.ema else model
 
     # Resume. Random numbers have no state: they depend on seed, step and sample only.
-    crc = data_crc(train)
+    crc = [data_crc(train), data_crc(val)]
     first = 0
     best = math.inf                             # the lowest validation loss
     metrics = {}
     if checkpoint:
         if checkpoint["data_crc"] != crc:
-            raise InputError("--resume: the training images have changed")
+            raise InputError("--resume: the training or validation images have changed")
         # With --ema, "model" has the averages, and "trained" has the weights themselves.
         model.load_state_dict(checkpoint.get("trained", checkpoint["model"]))
         evaluated.load_state_dict(checkpoint["model"])
@@ -348,7 +348,7 @@ def main():
         first = checkpoint["step"]
         if not vars(args).get("best") or Path(args.out_dir, "best.pt").exists():
             best = checkpoint["best"]       # else best.pt is lost: the next evaluation writes it
-    common.check_same_run(args, first, (crc, data_crc(val)))
+    common.check_same_run(args, first, crc)
 
     # `net` is trained; `model` has the same weights.
     compiling = common.use_compile(args.compile, device)
