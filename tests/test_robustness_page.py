@@ -13,7 +13,7 @@ import eval_robust
 from fixtures import ROOT
 from data.shapes import load_shapes
 from golden_net import trained_network
-from robust import checks
+from studies import checks
 from studies.reproduce import attacks as paper_attacks
 from runs import call
 
@@ -58,7 +58,7 @@ def test_commands_run(place, monkeypatch, capsys, tmp_path, command):
         more += ["--num_workers", 0]
     if script == "results":
         call(lambda: runpy.run_module("results", run_name="__main__"), flags)
-    elif script == "robust.checks":
+    elif script == "studies.checks":
         call(checks.main, flags)
     elif script == "studies.reproduce.attacks":
         monkeypatch.setattr(eval_robust, "FLAGS", dict(eval_robust.FLAGS))

@@ -1,4 +1,4 @@
-"""The evaluator's checks pass for honest models and fail if robust accuracy is an illusion."""
+"""The checks pass for honest models and fail if robust accuracy is an illusion."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch
 import common
 from fixtures import ROOT
 from golden_net import trained_network
-from robust import checks
+from studies import checks
 from robust.attacks import pgd
 from runs import call, refused
 from vit import ViT, ViTConfig
