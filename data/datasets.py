@@ -17,12 +17,12 @@ import zlib
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
 from common import InputError, bar, print0, send
-from data.images import Split, central_square, divide, read_image
+from data.images import (Split, central_square, image_batches, own_photos, print_parts,
+                         read_image)
 from data.rng import RANDOM_CROP, seed_from
 from data.shapes import load_shapes
 
@@ -58,17 +58,18 @@ def imagenet(part, args, device, classes=None):
 
 def folder(part, args, device, classes=None):
     """Decode your own photos into memory, as squares, and print what was passed over."""
-    parts, passed = divide(args.data_dir)
-    photos = set().union(*parts.values())
-    found = {path.parent.name for path in photos}
-    names = list(classes or sorted(found))
-    if part != "val":                                   # once per command
-        print_parts(part, parts, passed, args.data_dir)
-    if len(names) < 2 or not found <= set(names):
+    parts, passed = own_photos(args.data_dir)
+    found = sorted({path.parent.name for paths in parts.values() for path in paths})
+    if part != "val":                       # once: a training also loads "train", before "val"
+        print_parts(args.data_dir, parts, passed)
+    if part == "test":
+        print0(f"{len(parts[part])} photos are the part test; to test all of some new photos, "
+               f"move them into {args.data_dir}/test/<class>/")
+    names = list(classes or found)
+    if len(names) < 2 or not set(found) <= set(names):
         expected = ", ".join(names[:5]) if classes else "two or more"
-        raise InputError(f"{args.data_dir} has photos of the classes "
-                         f"{sorted(found)[:5]}, expected {expected}, as in "
-                         f"{args.data_dir}/<class>/*.jpg or "
+        raise InputError(f"{args.data_dir} has photos of the classes {found[:5]}, "
+                         f"expected {expected}, as in {args.data_dir}/<class>/*.jpg or "
                          f"{args.data_dir}/train/<class>/*.jpg")
     # Memory for all files; unreadable ones leave room at the end.
     images = torch.zeros(len(parts[part]), 3, args.image_size, args.image_size,
@@ -95,28 +96,18 @@ def folder(part, args, device, classes=None):
     return Split(images[:len(labels)].to(device), labels, names)
 
 
-def print_parts(part, parts, passed, data_dir):
-    """Print how many photos each part has, and what was passed over. part: the part to load."""
-    n = len(set().union(*parts.values()))
-    counts = ", ".join(f"{len(paths)} {name}" for name, paths in parts.items())
-    print0(f"{data_dir}: {counts} photos")
-    if part == "test":
-        print0(f"{len(parts[part])} of {n} photos: the part test. To test all of some new "
-               f"photos, move them into {data_dir}/test/<class>/")
-    for reason, paths in passed.items():
-        print0(f"passed over: {len(paths)} {reason}, the first: {paths[0]}")
-    if part == "train" and n < 50:
-        print0(f"{n} photos are few, so a part can be empty; make the folders train, val "
-               f"and test in {data_dir}")
-
-
 DATASETS = dict(shapes=shapes, cifar10=cifar10, imagenet=imagenet, folder=folder)
 
 
 def load_part(part, args, device, classes=None):
     """Load a part of the data set args.data: a Split on the device, or a Dataset of files."""
+    if args.data in ("imagenet", "folder") and not args.data_dir:
+        raise InputError(f"--data {args.data} needs --data_dir, the folder of the images")
     data = DATASETS[args.data](part, args, device, classes)
-    images = data.images if isinstance(data, Split) else data[0, 0][0]
+    if isinstance(data, Split):
+        images = data.images
+    else:
+        images, _, _ = data[0, 0]                       # position 0, index 0
     if images.dtype != torch.uint8:                     # floats would be divided by 255
         raise InputError(f"--data {args.data} loads images of {images.dtype}; "
                          "expected torch.uint8, 0 to 255")
@@ -132,10 +123,12 @@ class ImageFiles(ImageFolder):
     the file. classes: all names in label order, of which the folder may contain some; None: the
     folder's. seed: None for an evaluation. Otherwise the crop is random; it depends on the seed and
     on position, the number of the sample in the whole run.
-    crop: the share of the short side in the evaluation's crop. flag: the flag that names the folder.
+    crop, resample: of the evaluation's view, see central_square. flag: the flag that names the
+    folder.
     """
 
-    def __init__(self, folder, args, classes=None, seed=None, crop=0.875, flag="data_dir"):
+    def __init__(self, folder, args, classes=None, seed=None, crop=0.875, resample="bicubic",
+                 flag="data_dir"):
         if not Path(folder).is_dir():
             raise InputError(f"there is no folder {folder}; --{flag} selects it")
         super().__init__(folder, loader=read_image)
@@ -143,7 +136,7 @@ class ImageFiles(ImageFolder):
         self.num_workers = args.num_workers
         self.seed = seed
         self.crop = crop
-        self.resample = "bicubic"
+        self.resample = resample
         found = self.classes
         if classes:
             self.classes = list(classes)
@@ -152,6 +145,7 @@ class ImageFiles(ImageFolder):
         if unknown:
             raise InputError(f"{folder} has the folders {unknown[:5]}, which are no "
                              f"classes; expected some of {self.classes[:3]}, ...")
+        # ImageFolder numbers the folders that it finds; a label is the number in self.classes.
         self.labels = torch.tensor([number[found[k]] for k in self.targets])
 
     def __getitem__(self, key):
@@ -173,7 +167,8 @@ class ImageFiles(ImageFolder):
 def load_batches(data, pairs, device):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
-    pairs: (positions, indices) of each batch, (b,) int64 each.
+    pairs: (positions, indices) of each batch, (b,) int64 each. position: the number of the sample in
+    the whole run, step * batch_size + its place in the batch. index: the number of the image.
     """
     if isinstance(data, Split):
         for position, index in pairs:
@@ -181,8 +176,7 @@ def load_batches(data, pairs, device):
             yield data.images[index], data.labels[index], position
         return
     keys = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
-    loader = DataLoader(data, batch_sampler=keys, num_workers=data.num_workers)
-    for images, labels, position in loader:
+    for images, labels, position in image_batches(data, keys, data.num_workers, device):
         yield send(images, device), send(labels, device), position
 
 

@@ -6,6 +6,7 @@ whose files are decoded by the workers of a DataLoader.
 
 import sys
 import zlib
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,10 @@ import torch
 from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
-from common import InputError
+from common import InputError, print0
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
-PARTS = ("test", "val", "train")
+PARTS = ("test", "val", "train")         # in this order, so a copy of a test image is not trained on
 
 
 class Split(NamedTuple):
@@ -69,7 +70,9 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     """
     from torchvision.transforms.v2 import functional as F
     height, width = image.shape[1:]
-    most = 2 * min(height, width)               # a resized 30000 x 1 image would need gigabytes
+    # The longer side beyond 2 : 1 is cropped away in any case. Crop it first, because a resized image
+    # of 30000 x 1 pixels would need gigabytes.
+    most = 2 * min(height, width)
     image = F.center_crop(image, [min(height, most), min(width, most)])
     mode = F.InterpolationMode(resample)
     image = F.resize(image, [int(size / share)], mode, antialias=True)
@@ -91,18 +94,67 @@ def image_batches(dataset, batches, num_workers, device):
     return DataLoader(dataset, batch_sampler=batches, pin_memory=pin_memory, **workers)
 
 
-# --- your own photos: their bytes decide their part -----------------------------------------------
+# --- your own images: their bytes decide their part -----------------------------------------------
 
 def part_of(data):
     """Return the part of bytes: a tenth of all files is "test", a tenth is "val", the rest "train".
 
     The part depends on the bytes alone. So a new name, a new folder and other files change nothing,
-    and equal files are in one part. The bytes of a JPEG begin at its last scan, the marker ff da,
-    because programs write ratings into the head of a file.
+    and equal files are in one part. The bytes of a JPEG begin at a scan, the marker ff da, because
+    programs write ratings into the head of a file. A thumbnail in the head has such a marker, too,
+    so the last one counts.
     """
     scan = max(data.rfind(b"\xff\xda"), 0)
     remainder = zlib.crc32(data[scan:]) % 10
     return {0: "test", 1: "val"}.get(remainder, "train")
+
+
+def divide(folders):
+    """Divide images into parts. Returns {part: [path]} and {copy: the image with equal bytes}.
+
+    folders: {part: images in the folder of this part}. "train" also has the images that are in no
+    folder of a part. Images in a folder "test" or "val" stay in this part. Without "test", val is
+    the test, too. Without "val", `part_of` takes val from train; without both, it takes both.
+    Equal images count once, in the first part of PARTS.
+    """
+    drawn = []                                  # the parts that part_of takes from train
+    if "val" not in folders:
+        drawn.append("val")
+        if "test" not in folders:
+            drawn.append("test")
+    parts = {part: [] for part in PARTS}
+    copies = {}
+    first = {}                                  # {content: the first path that has it}
+    for folder in PARTS:
+        for path in folders.get(folder, []):
+            data = path.read_bytes()
+            content = (zlib.crc32(data), len(data))
+            if content in first:
+                copies[path] = first[content]
+                continue
+            first[content] = path
+            part = folder
+            if folder == "train" and part_of(data) in drawn:
+                part = part_of(data)
+            parts[part].append(path)
+    if "val" in folders and "test" not in folders:
+        parts["test"] = parts["val"]
+    return parts, copies
+
+
+def print_parts(root, parts, passed):
+    """Print how many images each part has, and which files are passed over: {reason: [path]}."""
+    counts = ", ".join(f"{len(paths)} {part}" for part, paths in parts.items())
+    print0(f"{root}: {counts} images")
+    for reason, paths in passed.items():
+        if paths:
+            print0(f"passed over: {len(paths)} {reason}, the first: {paths[0]}")
+    if parts["test"] and parts["test"] == parts["val"]:
+        print0("there is no folder test, so val is the test")
+    n = len(set().union(*parts.values()))               # a set, because val can be the test
+    if parts["train"] and n < 50:
+        print0(f"{n} images are few, so a part can be empty; make the folders train, val "
+               f"and test")
 
 
 def entries(folder):
@@ -116,68 +168,36 @@ def entries(folder):
     return found
 
 
-def list_photos(folder):
-    """List folder/<class>/* without the folders of parts: [(path, reason)].
-
-    reason: why a path is passed over; "" for a photo.
-    """
-    found = []
-    for class_folder in entries(folder):
-        if class_folder.name in PARTS:
-            continue
-        if not class_folder.is_dir():
-            found.append((class_folder, "files outside a class folder"))
-            continue
-        for path in entries(class_folder):
-            reason = ""
-            if path.is_dir():
-                reason = "subfolders of a class"
-            elif not path.name.lower().endswith(ENDINGS):
-                reason = f"files that end in none of {' '.join(ENDINGS)}"
-            found.append((path, reason))
-    return found
+def files_below(folder):
+    """List all files in a folder and its subfolders, sorted, without hidden names."""
+    files = []
+    for path in entries(folder):
+        files += files_below(path) if path.is_dir() else [path]
+    return files
 
 
-def divide(root):
-    """Divide photos into parts. Returns {part: [path]} and {reason: [paths that are passed over]}.
+def own_photos(root):
+    """Divide the photos root/<class>/*, or root/<part>/<class>/*. A part is a name in PARTS.
 
-    The folders root/train, root/val and root/test, each with class folders, are parts as they are.
-    Without test/, val/ is the test, too. Without val/, `part_of` takes "val" from the training
-    photos, which are in root/train or else in root; without test/ and val/, it takes both parts.
-    Equal files count once. A copy of a test photo is no training photo.
+    Returns {part: [path]} and {reason: [paths that are passed over]}.
     """
     root = Path(root)
-    folders = {path.name: path for path in entries(root) if path.name in PARTS}
-    own = set(folders)                          # the parts with a folder
-    drawn = set() if "val" in own else {"val", "test"} - own        # by part_of
-    passed = {}
-    if "train" in own:
-        beside = [path for path in entries(root) if path.name not in PARTS]
-        if beside:
-            passed["files or folders beside train/"] = beside
-    folders.setdefault("train", root)
-
-    parts = {part: [] for part in PARTS}
-    seen = {}                                   # {content: (part, class)}
-    for place in PARTS:                         # the test photos first
-        photos = list_photos(folders[place]) if place in folders else []
-        for path, reason in photos:
-            data = b"" if reason else path.read_bytes()
-            content = zlib.crc32(data), len(data)
-            class_name = path.parent.name
-            if not reason and content in seen:
-                part, first_class = seen[content]
-                reason = f"copies of {part} photos"
-                if class_name != first_class:
-                    reason = "copies of photos of another class"
-            if reason:
-                passed.setdefault(reason, []).append(path)
-                continue
-            part = place
-            if place == "train" and part_of(data) in drawn:
-                part = part_of(data)
-            parts[part].append(path)
-            seen[content] = part, class_name
-    if "val" in own and "test" not in own:
-        parts["test"] = parts["val"]
+    place = {root / part: part for part in PARTS if (root / part).is_dir()}
+    if root / "train" not in place:
+        place[root] = "train"                   # the class folders are in root itself
+    folders = {part: [] for part in place.values()}
+    passed = defaultdict(list)
+    for path in files_below(root):
+        class_folder = path.parent
+        if path.suffix.lower() not in ENDINGS:
+            passed[f"files that end in none of {' '.join(ENDINGS)}"].append(path)
+        elif class_folder in place or class_folder.parent not in place:
+            passed["photos in other folders"].append(path)
+        else:
+            folders[place[class_folder.parent]].append(path)
+    parts, copies = divide(folders)
+    for copy, photo in copies.items():
+        same_class = copy.parent.name == photo.parent.name
+        reason = "copies" if same_class else "copies of photos of another class"
+        passed[reason].append(copy)
     return parts, passed

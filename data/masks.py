@@ -13,7 +13,6 @@ The training transforms and their order come from mmsegmentation 0.14.1 and
 `rstrudel/segmenter:segm/data/config/ade20k.py`; torchvision distorts the colours.
 """
 
-import os
 import zlib
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -25,7 +24,7 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar, print0, send
-from data.images import ENDINGS, entries, part_of, read_image
+from data.images import ENDINGS, divide, entries, files_below, print_parts, read_image
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
 
@@ -34,7 +33,7 @@ CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign",
 IGNORE = 255                                 # label of pixels that belong to no class
 REDRAWS = 10                                 # tries to replace a crop with little variety
 VIEW_COLUMNS = 1 + 2 * (1 + REDRAWS) + 1     # scale, top and left of each crop, flip
-# Folders of your own masks: the part. As in data/images.py, test images come first.
+# {folder of your own masks: its part}
 PART_OF = dict(test="test", testing="test", val="val", valid="val", validation="val",
                train="train", training="train")
 
@@ -55,7 +54,7 @@ def load_segmentation(parts, args, classes=None):
         return [Scenes(part, number[part], args.size) for part in parts]
     if args.data == "folder":
         first = 0
-        pairs = own_parts(args.data_dir)
+        pairs = own_masks(args.data_dir)
     else:
         first = 1
         split = dict(train="training", val="validation", test="validation")
@@ -64,8 +63,9 @@ def load_segmentation(parts, args, classes=None):
         if not pairs[part] and part != "val":
             raise InputError(f"{args.data_dir}: there is no {part} image; make the "
                              f"folders images/{part} and annotations/{part}")
-    # A training reads the masks of all parts, because their values are the classes.
-    read = parts if classes else pairs
+    read = parts
+    if not classes:             # a training: the values of the masks of all parts are its classes
+        read = list(pairs)
     trees = {part: SegTree(pairs[part], part, first, args.num_workers) for part in read}
     names = class_names(args, classes, trees.values(), first)
     for part in parts:
@@ -81,7 +81,7 @@ def load_segmentation(parts, args, classes=None):
 class Scenes(TensorDataset):
     """Rendered scenes in memory. 11 classes: background is 0, and no pixel is ignored."""
     num_workers = 0
-    values = {}                                 # as in SegTree
+    values = {}                                 # scenes have no mask files, so no palette
 
     def __init__(self, part, num_images, size):
         scenes = load_shapes(part, num_images, size)
@@ -200,63 +200,27 @@ def files_by_name(folder, endings):
 
 # --- the parts and classes of your own masks ------------------------------------------------------
 
-def own_parts(root):
-    """Divide your own masks: {part: [(image path, mask path)]}. Prints one line with the counts.
+def own_masks(root):
+    """Divide your own masks: {part: [(image path, mask path)]}. Prints `print_parts`.
 
-    A folder train/, val/ or test/ in images/ and annotations/ is this part. The bytes of an image
-    decide about the parts without a folder; but without test/, val/ is also the test, as in
-    ImageNet. Of equal images, only the first one counts; test images come first.
+    PART_OF has the names of the parts' folders in images/ and annotations/. Without a folder for
+    train, the training images are in images/ itself. `divide` draws the parts without a folder.
     """
-    folders = dict(train="")                    # {part: its folder}
+    names = {"train": ""}                       # {part: the name of its folder}
     for path in entries(Path(root, "images")):
         if path.name.lower() in PART_OF:
-            folders[PART_OF[path.name.lower()]] = path.name
-    own = folders.keys() - {"train"}            # parts that get no file of train/
-    if "val" in own:
-        own.add("test")
-    parts = dict(train=[], val=[], test=[])
-    seen = set()
-    copies = 0
-    for place in ("test", "val", "train"):
-        for pair in list_pairs(root, folders[place]) if place in folders else []:
-            data = pair[0].read_bytes()
-            content = zlib.crc32(data), len(data)
-            part = place
-            if place == "train" and part_of(data) not in own:
-                part = part_of(data)
-            if content in seen:
-                copies += 1
-            else:
-                parts[part].append(pair)
-            seen.add(content)
-
-    line = ", ".join(f"{len(pairs)} {part}" for part, pairs in parts.items())
-    line = f"{root}: {line} images"
-    others = other_files(root, parts)
-    if others:
-        line += (f"; passed over: {len(others)} files ({copies} images are copies), the "
-                 f"first: {others[0]}")
-    if len(folders) == 1 and len(seen) < 50:
-        line += "; below 50 images, make the folders train, val and test"
-    if "val" in folders and "test" not in folders:
-        line += "; val is the test"
-        parts["test"] = parts["val"]
-    print0(line)
-    return parts
-
-
-def other_files(root, parts):
-    """List the files in root/images and root/annotations that no part has, except hidden files."""
-    used = set()
-    for pairs in parts.values():
-        for pair in pairs:
-            used.update(pair)
-    others = []
-    for kind in ("images", "annotations"):
-        for folder, _, names in os.walk(Path(root, kind), followlinks=True):
-            paths = {Path(folder, name) for name in names if name[0] != "."}
-            others += sorted(paths - used)
-    return others
+            names[PART_OF[path.name.lower()]] = path.name
+    folders = {part: dict(list_pairs(root, name)) for part, name in names.items()}
+    parts, copies = divide(folders)
+    mask_of = {}                                # {image path: mask path}
+    for pairs in folders.values():
+        mask_of |= pairs
+    known = {*mask_of.keys(), *mask_of.values()}
+    files = files_below(Path(root, "images")) + files_below(Path(root, "annotations"))
+    others = [path for path in files if path not in known]
+    print_parts(root, parts, {"copies": list(copies), "other files": others})
+    return {part: [(image, mask_of[image]) for image in images]
+            for part, images in parts.items()}
 
 
 def class_names(args, classes, trees, first):
@@ -269,7 +233,10 @@ def class_names(args, classes, trees, first):
     for tree in trees:
         add_values(values, tree.values)
     found = sorted(value for value in values if first <= value < IGNORE)
-    if len(found) < 2 and (not classes or not found or IGNORE in values):
+    needed = 2
+    if classes and IGNORE not in values:        # an evaluation, whose masks may lack classes
+        needed = 1
+    if len(found) < needed:
         raise InputError(f"{args.data_dir}: the masks have the values {sorted(values)}; "
                          f"expected two classes or more, {first}, {first + 1}, ...; 255 is "
                          f"ignored, so save a second class as {first + 1}")
@@ -327,13 +294,17 @@ def training_view(image, label, draw, size, scales=(0.5, 2.0)):
     columns = torch.arange(W) * label.shape[1] // W
     h = min(size, H)
     w = min(size, W)
-    for i in range(1 + REDRAWS):
+    tries = 1 + REDRAWS
+    if (h, w) == (H, W):                                            # a whole image has one crop
+        tries = 1
+    for i in range(tries):
         top = int(draw[1 + 2 * i] * (H - h + 1))
         left = int(draw[2 + 2 * i] * (W - w + 1))
         crop = label[rows[top:top + h]][:, columns[left:left + w]]
         count = crop.flatten().bincount(minlength=256)[:IGNORE]     # pixels per class
-        if (h, w) == (H, W) or count.max() < 0.75 * count.sum():    # a whole image has one crop
+        if count.max() < 0.75 * count.sum():
             break
+    # Take the last crop, even if one class covers most of it.
     image = resize(image, (H, W))[:, top:top + h, left:left + w]
     if draw[-1] < 0.5:
         image = image.flip(2)
@@ -367,7 +338,7 @@ class TrainingViews(Dataset):
         return image, label, (h, w)
 
     def distort(self, image, position):
-        """Change the colours of an image (3, h, w) uint8 at random; position is the seed."""
+        """Change the colours of an image (3, h, w) uint8 at random, by (seed, position)."""
         from torchvision.transforms.v2 import ColorJitter, RandomApply
         changes = (ColorJitter(brightness=32 / 255), ColorJitter(contrast=0.5),
                    ColorJitter(saturation=0.5), ColorJitter(hue=0.1))

@@ -17,7 +17,7 @@ import eval_robust
 import train_cls
 from common import InputError
 from data.datasets import data_crc, load_part
-from data.images import divide, part_of, read_image
+from data.images import own_photos, part_of, read_image
 from runs import call, refused
 
 CLASSES = ["cat", "dog", "owl"]
@@ -46,12 +46,13 @@ def load(root, part, size=32, **args):
 
 def parts_of(root):
     """Return {part: contents of its files}."""
-    return {part: {path.read_bytes() for path in paths} for part, paths in divide(root)[0].items()}
+    parts, _ = own_photos(root)
+    return {part: {path.read_bytes() for path in paths} for part, paths in parts.items()}
 
 
 def sizes(root):
     """Return the numbers of test, val and train photos."""
-    return [len(paths) for paths in divide(root)[0].values()]
+    return [len(paths) for paths in own_photos(root)[0].values()]
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_folders_of_parts_are_taken_as_they_are():
     test, val, train = sizes("a")                           # no other part: two tenths are held out
     assert test + val + train == 90 and test and val
     make("a/val", 3)
-    assert sizes("a") == [9, 9, 90] and divide("a")[0]["test"] == divide("a")[0]["val"]
+    assert sizes("a") == [9, 9, 90] and own_photos("a")[0]["test"] == own_photos("a")[0]["val"]
     make("a/test", 4)
     assert sizes("a") == [12, 9, 90]
     shutil.rmtree("a/val")
@@ -119,7 +120,7 @@ def test_equal_photos_count_once(capsys):
     shutil.copytree("split/train/cat", "split/test/cat")
     assert sizes("split")[0] == 30 and sizes("split")[1] + sizes("split")[2] == 60
     load("split", "train")
-    assert "30 copies of test photos, the first: split/train/cat/0.png" in capsys.readouterr().out
+    assert "30 copies, the first: split/train/cat/0.png" in capsys.readouterr().out
 
 
 def test_nothing_is_left_out_without_a_word(capsys):
@@ -130,15 +131,14 @@ def test_nothing_is_left_out_without_a_word(capsys):
         Path("photos", name).write_bytes(b"x")
     load("photos", "train")
     out = capsys.readouterr().out
-    for line in ("2 files that end in none of .jpeg .jpg .png .webp, the first: photos/cat/a.heic",
-                 "1 subfolders of a class, the first: photos/cat/indoor",
-                 "1 files outside a class folder, the first: photos/notes.txt"):
+    for line in ("3 files that end in none of .jpeg .jpg .png .webp, the first: photos/cat/a.heic",
+                 "2 photos in other folders, the first: photos/cat/indoor/0.png"):
         assert f"passed over: {line}\n" in out
-    assert out.count("passed over") == 3                    # hidden files are not mentioned
+    assert out.count("passed over") == 2                    # hidden files are not mentioned
     make("split/train", 20)
     make("split/Testing", 2)
     load("split", "train")
-    assert "1 files or folders beside train/, the first: split/Testing" in capsys.readouterr().out
+    assert "6 photos in other folders, the first: split/Testing/cat/0.png" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("link", ["photos/yak", "photos/test", "photos/cat/9.png"])
@@ -147,7 +147,7 @@ def test_a_link_that_leads_nowhere_is_an_error(link):
     os.symlink(os.path.abspath("not_mounted"), link)
     assert f"error: {link} is a link that leads nowhere" in refused(train_cls, "--data_dir photos")
     Path("not_mounted").mkdir()
-    divide("photos")
+    own_photos("photos")
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_unreadable_files_are_counted_with_a_reason(capsys):
     out = capsys.readouterr().out
     n, = re.findall(r"train: (\d+) files are passed over: cannot read photos/owl/\d+.png: more than "
                     "8 bits per channel", out)
-    assert int(n) == sum(path.parent.name == "owl" for path in divide("photos")[0]["train"])
+    assert int(n) == sum(path.parent.name == "owl" for path in own_photos("photos")[0]["train"])
     assert "train: no photo of owl" in out
     shutil.rmtree("photos/cat"), shutil.rmtree("photos/dog")
     assert "has photos of the classes ['owl'], expected two or more" in refused(
@@ -219,7 +219,7 @@ def test_a_name_that_is_not_utf8_is_read(capsys):
     make("photos", 20)
     os.rename(b"photos/cat/0.png", b"photos/cat/caf\xe9.png")
     main("--data_dir photos --max_steps 1")
-    assert "60 photos are few" not in capsys.readouterr().out
+    assert "60 images are few" not in capsys.readouterr().out
 
 
 # --- a training and an evaluation -----------------------------------------------------------------
@@ -231,8 +231,8 @@ def test_one_flag_trains_and_keeps_the_best(capsys):
     out, run = capsys.readouterr().out, common.load("out/folder_symmetric/best.pt")
     assert "cannot read photos/owl/9.png" in out and "3 classes: cat, dog, owl" in out
     test, val, train = sizes("photos")
-    assert f"photos: {test} test, {val} val, {train} train photos" in out
-    assert run["classes"] == CLASSES and "42 photos are few, so a part can be empty" in out
+    assert f"photos: {test} test, {val} val, {train} train images" in out
+    assert run["classes"] == CLASSES and "42 images are few, so a part can be empty" in out
 
 
 def test_somebodys_photos_are_evaluated_under_all_corruptions(capsys):
@@ -248,7 +248,7 @@ def test_somebodys_photos_are_evaluated_under_all_corruptions(capsys):
     make("new", 8)                                          # a folder that the network never saw
     call(eval_robust.main, "--ckpt out/folder_symmetric --data_dir new --measures clean --device cpu")
     test, *_ = sizes("new")
-    assert f"{test} of 24 photos: the part test" in capsys.readouterr().out
+    assert f"{test} photos are the part test" in capsys.readouterr().out
     make("other", 8, classes=["cat", "yak"])
     assert "has photos of the classes ['cat', 'yak'], expected cat, dog, owl" in refused(
         eval_robust, "--ckpt out/folder_symmetric --data_dir other --device cpu")

@@ -15,7 +15,7 @@ from data import masks
 from common import InputError
 from data.images import part_of
 from data.masks import (CAMVID_CLASSES, VIEW_COLUMNS, TrainingViews, finish_views,
-                        load_segmentation, own_parts, resize, scaled_size, training_view)
+                        load_segmentation, own_masks, resize, scaled_size, training_view)
 from data.rng import VIEW, uniform
 from data.shapes import render_scenes
 from runs import make_pairs
@@ -184,34 +184,36 @@ def stems(parts):
 
 def test_bytes_of_an_image_decide_its_part(tmp_path, capsys):
     root = make_masks(tmp_path / "a", [0, 1], n=60)
-    found = stems(own_parts(root))
+    found = stems(own_masks(root))
     for part, names in found.items():
         files = [root / "images" / f"{name}.png" for name in names]
         assert names and {part_of(file.read_bytes()) for file in files} == {part}
     assert sum(map(len, found.values())) == 60
-    counts = ", ".join(f"{len(found[part])} {part}" for part in ("train", "val", "test"))
+    counts = ", ".join(f"{len(found[part])} {part}" for part in ("test", "val", "train"))
     assert capsys.readouterr().out == f"{root}: {counts} images\n"
     for kind in ("images", "annotations"):                          # new names change nothing
         for path in (root / kind).iterdir():
             path.rename(path.with_stem(f"new{path.stem}"))
     renamed = {part: [f"new{name}" for name in names] for part, names in found.items()}
-    assert stems(own_parts(root)) == renamed
+    assert stems(own_masks(root)) == renamed
 
 
 def test_folders_are_parts_as_they_are(tmp_path, capsys):
     root = tmp_path / "a"
     for part, images in dict(Training=range(30), validation=[40, 41]).items():
         make_masks(root, [0, 1], len(images), images=images, part=part)
-    parts = own_parts(root)
+    parts = own_masks(root)
     assert [len(parts[part]) for part in ("train", "val")] == [30, 2]
     assert parts["test"] == parts["val"]
-    assert capsys.readouterr().out.endswith(" images; val is the test\n")
+    assert capsys.readouterr().out.endswith("\nthere is no folder test, so val is the test\n"
+                                            "32 images are few, so a part can be empty; make "
+                                            "the folders train, val and test\n")
     make_masks(root, [0, 1], 3, images=[50, 51, 52], part="test")
-    assert [len(pairs) for pairs in own_parts(root).values()] == [30, 2, 3]
+    assert [len(pairs) for pairs in own_masks(root).values()] == [3, 2, 30]
     for kind in ("images", "annotations"):              # a tenth of train/ becomes the part val
         shutil.rmtree(root / kind / "validation")
-    counts = [len(pairs) for pairs in own_parts(root).values()]
-    assert sum(counts[:2]) == 30 and counts[1] > 0 and counts[2] == 3
+    test, val, train = map(len, own_masks(root).values())
+    assert test == 3 and val > 0 and val + train == 30
 
 
 def test_copies_of_test_images_are_not_trained_on(tmp_path, capsys):
@@ -219,10 +221,10 @@ def test_copies_of_test_images_are_not_trained_on(tmp_path, capsys):
     root = tmp_path / "mine"
     for part, images in dict(train=range(9), val=[1, 20, 2, 21], test=[3, 22]).items():
         make_masks(root, [0, 1], len(images), images=images, part=part)
-    parts = own_parts(root)
+    parts = own_masks(root)
     assert [len(parts[part]) for part in ("train", "val", "test")] == [6, 4, 2]
     said = capsys.readouterr().out
-    assert "passed over: 6 files (3 images are copies), the first: " in said
+    assert f"passed over: 3 copies, the first: {root}/images/train/01.png\n" in said
 
 
 def test_other_files_are_counted_in_one_line(tmp_path, capsys):
@@ -231,15 +233,15 @@ def test_other_files_are_counted_in_one_line(tmp_path, capsys):
     (root / "images" / "Extra" / "1.png").write_bytes(b"")
     (root / "annotations" / "00.tif").write_bytes(b"")
     (root / "images" / ".hidden").write_bytes(b"")
-    own_parts(root)
+    own_masks(root)
     said = capsys.readouterr().out
     first = root / "images" / "Extra" / "1.png"
-    assert f"passed over: 2 files (0 images are copies), the first: {first}" in said
-    assert "below 50 images, make the folders train, val and test" in said
+    assert f"passed over: 2 other files, the first: {first}\n" in said
+    assert "20 images are few, so a part can be empty; make the folders train, val and test" in said
     (root / "images" / "00.png").unlink()
     (root / "images" / "00.png").symlink_to("nowhere")
     with pytest.raises(InputError, match="00.png is a link that leads nowhere"):
-        own_parts(root)
+        own_masks(root)
 
 
 @pytest.mark.parametrize("values, labels, classes", [
@@ -312,10 +314,10 @@ def test_masks_find_their_photos(tmp_path):
     root = make_masks(tmp_path / "a", [0, 1], n=6)
     for path in (root / "annotations").glob("*.png"):
         path.rename(path.with_suffix(".PNG"))               # as Windows writes them
-    assert sum(map(len, own_parts(root).values())) == 6
+    assert sum(map(len, own_masks(root).values())) == 6
     Image.new("L", (16, 16), 78).save(root / "annotations" / "alone.png")
     with pytest.raises(InputError, match=r"1 files have no partner.*alone\.\*"):
-        own_parts(root)
+        own_masks(root)
 
 
 def test_phone_photos_and_their_masks_are_upright(tmp_path):
