@@ -32,13 +32,9 @@ from attention import SelfAttention, eval_mode, layer_pattern
 from common import InputError, at_least_float32, bar, check_task
 from data.images import image_batches
 from data.masks import IGNORE, resize, scaled_size
-from fan import FAN
+from fan import FAN, FANConfig
 from vit import (Block, Mlp, ViT, ViTConfig, fit_pos_embed, init_linear_layers,
                  resize_pos_embed)
-
-# The settings that an encoder takes from a classifier, with its weights.
-BACKBONE_SETTINGS = ("architecture", "embed_dim", "depth", "num_heads", "mlp_ratio",
-                     "patch_size", "attn", "rpc_layers", "pap")
 
 
 @dataclass
@@ -98,7 +94,7 @@ class FANEncoder(FAN):
         return self.norm(x)
 
 
-ENCODERS = dict(vit=ViTEncoder, fan=FANEncoder)
+ENCODERS = dict(vit=ViTEncoder, fan=FANEncoder)         # {architecture: class}
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -151,7 +147,9 @@ class Segmenter(nn.Module):
         super().__init__()
         self.config = config
         Encoder = ENCODERS[config.architecture]
-        self.encoder = Encoder(replace(config, num_classes=0))      # without a head
+        # num_classes=0: without a head. This config's num_tokens counts a class token, and the blocks
+        # of a FAN have none. Only scaled_s uses num_tokens, and a Segmenter cannot have scaled_s.
+        self.encoder = Encoder(replace(config, num_classes=0))
         self.decoder = MaskDecoder(config)
         init_linear_layers(self.decoder)
 
@@ -180,8 +178,9 @@ class Segmenter(nn.Module):
 def evaluation_view(image, size, window):
     """Scale an image (3, h, w), uint8 or float in [0, 1], for evaluation; return float in [0, 1].
 
-    The long side is at most 4 * size, and the short side at most size. If the short side is then
-    shorter than the window, it becomes as long as the window.
+    First, the image becomes the largest one with a long side of at most 4 * size and a short side
+    of at most size, as in mmsegmentation. If the short side is then shorter than the window, it
+    becomes as long as the window, as in rstrudel/segmenter.
     """
     x = image / 255 if image.dtype == torch.uint8 else image
     h, w = x.shape[1:]
@@ -297,7 +296,7 @@ def evaluate(model, source, *, size, window, stride, index=None, change=None, am
     batches = image_batches(source, [[i] for i in mine], num_workers, device)
     batches = bar(batches, progress, total=len(mine), leave=False)
     with eval_mode(model):
-        for i, (images, labels) in zip(mine, batches):
+        for i, (images, labels) in zip(mine, batches):              # batches of image i alone
             images = images.to(device)                              # (1, 3, H, W)
             if change:
                 images = change(images, index=[i])
@@ -322,21 +321,28 @@ def segmenter_from_checkpoint(checkpoint):
     return model.eval()
 
 
+# {class of a classifier's settings: the architecture of an encoder with its weights}
+ARCHITECTURES = {ViTConfig: "vit", FANConfig: "fan"}
+
+
 def backbone_settings(config):
     """Return the settings that an encoder takes from the config of a classifier."""
-    return {name: getattr(config, name) for name in BACKBONE_SETTINGS}
+    if type(config) not in ARCHITECTURES:
+        raise InputError(f"the classifier has a {type(config).__name__}, but the encoder of "
+                         "a Segmenter is a ViT or a FAN; choose another --backbone")
+    return dict(
+        architecture=ARCHITECTURES[type(config)], embed_dim=config.embed_dim,
+        depth=config.depth, num_heads=config.num_heads, mlp_ratio=config.mlp_ratio,
+        patch_size=config.patch_size, attn=config.attn, rpc_layers=config.rpc_layers,
+        pap=config.pap)
 
 
 def load_encoder(model, classifier):
     """Copy the weights of a classifier into a Segmenter's encoder, without the parts that it lacks.
 
-    InputError if the two networks have different settings: weights of the same shapes would load,
-    but compute something else.
+    The Segmenter has the settings of `backbone_settings(classifier.config)`; with others, it
+    computes something else from the same weights.
     """
-    ours = backbone_settings(model.config)
-    theirs = backbone_settings(classifier.config)
-    if ours != theirs:
-        raise InputError(f"the encoder has {ours}, but the classifier has {theirs}")
     own = model.encoder.state_dict()
     weights = {name: weight for name, weight in classifier.state_dict().items() if name in own}
     weights = fit_pos_embed(weights, model.config, "bilinear")      # as in rstrudel/segmenter

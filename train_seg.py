@@ -48,7 +48,7 @@ from data.masks import (IGNORE, TrainingViews, add_values, finish_views,
                         load_segmentation)
 from data.rng import DROPOUT, batch_pairs, epoch_order, seed_from
 from models import SIZES, load_classifier
-from segmenter import (SCORES, Segmenter, SegmenterConfig, backbone_settings,
+from segmenter import (ENCODERS, SCORES, Segmenter, SegmenterConfig, backbone_settings,
                        check_windows, evaluate, load_encoder, segmenter_from_checkpoint)
 
 # name=(default, help) or (default, help, allowed values). Numbers are from 0 to inf by default.
@@ -59,7 +59,7 @@ SETTINGS = dict(
                "blocks'", (0, 0.99)),
     dropout=(0.1, "dropout rate of the decoder", SHARE),
     # the training
-    epochs=(0, "length of the training and of its schedule", ONE_OR_MORE),
+    epochs=(64, "length of the training and of its schedule", ONE_OR_MORE),
     batch_size=(8, "images per step of all processes", ONE_OR_MORE),
     optimizer=("adamw", "adamw, or sgd with Nesterov momentum", ("adamw", "sgd")),
     lr=(2e-3, "first learning rate"),
@@ -75,8 +75,9 @@ SETTINGS = dict(
 ) | common.RUNNING | dict(
     out_dir=("", "folder of the run; without this flag out/seg_<data>_<attn>"))
 # The flags of an encoder that starts from random weights, besides PAP's.
+ENCODER_SIZES = [name for name, (architecture, _) in SIZES.items() if architecture in ENCODERS]
 ENCODER = dict(
-    model=("nano", "size of the encoder, a ViT or a FAN", tuple(SIZES)),
+    model=("nano", "size of the encoder, a ViT or a FAN", ENCODER_SIZES),
     patch_size=(16, "side of a patch in pixels", ONE_OR_MORE),
     attn=("rpc", "attention; rpc: RPC-Attention in --rpc_layers and in the decoder's "
           "first block, symmetric elsewhere"),
@@ -104,16 +105,12 @@ RECIPES = dict(
     # the paper's run, which we did not repeat; the paper reports mean IoU 34.69 % (rpc) and 34.00 %
     # (symmetric)
     ade20k=dict(data_dir="data/ADEChallengeData2016", size=512, num_classes=150,
-                epochs=64, optimizer="sgd", lr=1e-3, weight_decay=0.0, clip=0.0,
-                drop_path=0.1, model="tiny"),
+                optimizer="sgd", lr=1e-3, weight_decay=0.0, clip=0.0, drop_path=0.1,
+                model="tiny"),
     # your own images
     folder=dict(epochs=(0, "length of the training; 0: 3,000 steps, 8 to 400 epochs"),
                 patch_size=8, eval_every=10, attn="symmetric"),
 )
-# Scenes start from these classifiers in weights/, because a small network learns little from random
-# weights in minutes.
-SHIPPED = ("rpc", "softmax", "symmetric")
-
 # The flags of --eval_only, besides those that name the data.
 EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "device")} | dict(
     severities=([1, 2, 3, 4, 5], "severities of the corruptions; without a number "
@@ -126,24 +123,33 @@ EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "dev
 
 
 def make_table(chosen):
-    """Return the table of flags of a training for chosen flags, {name: value}."""
+    """Return the table of flags of a training for chosen flags, {name: value}.
+
+    With --backbone none, the flags of ENCODER and of PAP describe the encoder. A classifier as
+    --backbone replaces these flags. Scenes without --backbone start from the classifier in weights/
+    that has the attention --attn, because a small network learns little from random weights in
+    minutes.
+    """
     data = chosen["data"]
-    recipe = RECIPES[data]
-    attn = chosen.get("attn") or recipe.get("attn", "rpc")
-    backbone = chosen["backbone"] or "none"
-    encoder = ENCODER | attention_flags(attn)
-    ignored = encoder.keys() if backbone != "none" else set()       # the backbone decides them
-    if data == "shapes" and not chosen["backbone"]:
-        if attn not in SHIPPED:
+    images = SCENES if data == "shapes" else FILES
+    table = common.with_recipe(SETTINGS | ENCODER | images, RECIPES[data])
+    attn = chosen.get("attn") or table["attn"][0]
+    attentions = sorted(ATTENTIONS | LAYER_PATTERNS)    # at this moment: a study can add its own
+    table["attn"] = (attn, table["attn"][1], attentions)
+    table |= attention_flags(attn)
+
+    backbone = chosen["backbone"]
+    replaced = ENCODER.keys() | attention_flags(attn).keys()
+    if data == "shapes" and not backbone:
+        backbone = str(Path(__file__).with_name("weights") / f"shapes_{attn}.pt")
+        replaced.remove("attn")                         # --attn chooses this file
+        if not Path(backbone).exists():
             raise InputError(f"--attn {attn}: there is no classifier shapes_{attn}.pt in "
                              "weights/; add --backbone RUN, a run of train_cls.py, or "
                              "--backbone none")
-        backbone = str(Path(__file__).with_name("weights") / f"shapes_{attn}.pt")
-        ignored = encoder.keys() - {"attn"}
-    own = SCENES if data == "shapes" else FILES
-    table = common.with_recipe(SETTINGS | encoder | own, recipe)
-    attentions = sorted(ATTENTIONS | LAYER_PATTERNS)    # at this moment: a study can add its own
-    table["attn"] = (attn, table["attn"][1], attentions)
+    elif not backbone or backbone == "none":
+        backbone = "none"
+        replaced = set()
     table["backbone"] = (backbone, table["backbone"][1])
     first = dict(
         data=(data, "data set; without this flag folder, your own images, if "
@@ -151,7 +157,7 @@ def make_table(chosen):
         resume=("", "continue the run in this folder; with --help: the flags for it"),
         eval_only=([], "evaluate these runs or files instead of training; with --help: "
                    "the flags for it"))
-    return first | {name: entry for name, entry in table.items() if name not in ignored}
+    return first | {name: entry for name, entry in table.items() if name not in replaced}
 
 
 def evaluation_table(chosen):
@@ -159,17 +165,12 @@ def evaluation_table(chosen):
     checkpoint = common.load(chosen.eval_only)          # the first network decides the defaults
     common.check_task(checkpoint, "segmentation")
     trained = checkpoint["args"]
-    data = trained["data"]
-    if data == "shapes" and chosen.data_dir:
-        data = "folder"
-    data = chosen.data or data
+    data = chosen.data or trained["data"]
     table = dict(
         eval_only=([], "evaluate these runs or files on the same images"),
         data=(data, "data set; without this flag as in the training", tuple(RECIPES)))
     if data != "shapes":
-        data_dir = RECIPES[data].get("data_dir", "masks")
-        if data == trained["data"]:
-            data_dir = trained["data_dir"]
+        data_dir = trained.get("data_dir", "masks")     # a training on scenes has none
         table["data_dir"] = (data_dir, "folder of the test images")
         table["num_workers"] = FILES["num_workers"]
     return table | EVALUATION
@@ -190,13 +191,12 @@ def get_args():
 
 # --- batches --------------------------------------------------------------------------------------
 
-def train_batches(views, args, start, stop, mean, rank, world):
-    """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device of `mean`.
+def train_batches(views, args, start, stop, mean, device, rank, world):
+    """Yield images (b, 3, S, S) in [0, 1] and labels (b, S, S) int64, on the device.
 
-    views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1), which
-    fills the border of crops that are smaller than S.
+    views: a TrainingViews, which crops the images. mean: the model's mean colour, (3, 1, 1) on the
+    device, which fills the border of crops that are smaller than S.
     """
-    device = mean.device
     pairs = batch_pairs(len(views.source), args.batch_size, start, stop, args.seed,
                         rank, world)
     keys = (list(zip(position.tolist(), index.tolist())) for position, index in pairs)
@@ -219,14 +219,16 @@ def load_test_images(args, checkpoint):
     return load_segmentation(["test"], argparse.Namespace(**flags), classes)[0]
 
 
-def check_classes(path, checkpoint, test):
+def check_classes_and_palette(path, checkpoint, test):
     """Raise InputError unless a network has the classes of the test images, and their palette."""
     if list(checkpoint["classes"]) != test.classes:
         raise InputError(f"{path} has the classes {checkpoint['classes'][:9]}, but the "
                          f"images have {test.classes[:9]}; expected the same")
     source = f"the training masks of {path}"
-    palette = checkpoint["palette"].items()
-    add_values({value: (colour, source) for value, colour in palette}, test.values)
+    trained = {}
+    for value, colour in checkpoint["palette"].items():
+        trained[value] = (colour, source)
+    add_values(trained, test.values)            # an error if a value has two colours
 
 
 def evaluate_only(args, rank, world, device):
@@ -238,23 +240,22 @@ def evaluate_only(args, rank, world, device):
     checkpoints = {path: common.load(path) for path in args.eval_only}
     test = load_test_images(args, checkpoints[args.eval_only[0]])
     common.check_same_run(args, 0, test.crc)
-    networks = {}                               # {path: function that evaluates the network}
+    networks = {}                               # {path: (model, size, window and stride)}
     for path, checkpoint in checkpoints.items():
         model = segmenter_from_checkpoint(checkpoint).to(device)
-        check_classes(path, checkpoint, test)
+        check_classes_and_palette(path, checkpoint, test)
         size = model.config.image_size
         window = args.window or size
         stride = args.stride or window
         check_windows(window, stride, model.config.patch_size)
-        networks[path] = partial(evaluate, model, test, size=size, window=window,
-                                 stride=stride, num_workers=test.num_workers, rank=rank,
-                                 world=world)
+        networks[path] = (model, dict(size=size, window=window, stride=stride))
 
     order = epoch_order(len(test), epoch=0, seed=args.seed).tolist()
     clean = order[:args.limit or None]
     few = order[:320] if args.data == "shapes" and not args.limit else clean
-    measures = [("clean", "clean", clean, [None])]
-    for kind in NAMES if args.severities else ():
+    measures = [("clean", "clean", clean, [None])]      # name, text, images, changes
+    kinds = NAMES if args.severities else []
+    for kind in kinds:
         severities = ",".join(map(str, args.severities))
         text = f"corruptions type={kind} severities={severities}"
         change = partial(corrupt, name=kind, seed=args.seed,
@@ -266,14 +267,14 @@ def evaluate_only(args, rank, world, device):
     print0(f"{len(networks)} networks | {args.data}, {len(test)} test images | {file}")
     rows = []
     for name, text, index, changes in measures:
-        for path, evaluate_network in networks.items():
-            results = [evaluate_network(index=index, change=change, progress=text)
+        for path, (model, views) in networks.items():
+            results = [evaluate(model, test, **views, index=index, change=change,
+                                num_workers=test.num_workers, rank=rank, world=world,
+                                progress=text)
                        for change in changes]
-            how = evaluate_network.keywords
-            row = dict(network=path, data=args.data, seed=args.seed, size=how["size"],
-                       window=how["window"], stride=how["stride"], name=name,
-                       measure=text, eps="", images=len(index),
-                       severities=len(changes), results=results)
+            row = dict(network=path, data=args.data, seed=args.seed, **views, name=name,
+                       measure=text, eps="", images=len(index), severities=len(changes),
+                       results=results)
             for score in SCORES:                # the mean over severities
                 row[score] = sum(result[score] for result in results) / len(results)
             rows.append(row)
@@ -317,7 +318,7 @@ def main():
     # The encoder. A backbone gives it settings and weights.
     backbone = None
     if checkpoint:
-        encoder = backbone_settings(SegmenterConfig(**checkpoint["model_config"]))
+        encoder = checkpoint["model_config"]
     else:
         encoder, backbone = load_backbone(args)
         args.out_dir = args.out_dir or f"out/seg_{args.data}_{encoder['attn']}"
@@ -350,9 +351,9 @@ def main():
     views = TrainingViews(train, args.size, scales, args.seed, distorted=photos)
 
     # Model.
-    config = SegmenterConfig(
-        **encoder, image_size=args.size, num_classes=len(train.classes),
-        drop_path=args.drop_path, decoder_dropout=args.dropout)
+    settings = dict(image_size=args.size, num_classes=len(train.classes),
+                    drop_path=args.drop_path, decoder_dropout=args.dropout)
+    config = SegmenterConfig(**(encoder | settings))
     torch.manual_seed(args.seed)
     model = Segmenter(config).to(device)
     if backbone:
@@ -402,7 +403,8 @@ def main():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --epochs.
     stop = min(total, args.max_steps or total)
-    batches = train_batches(views, args, first, stop, model.encoder.mean, rank, world)
+    batches = train_batches(views, args, first, stop, model.encoder.mean, device, rank,
+                            world)
     steps = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
     since = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged

@@ -103,7 +103,9 @@ def rand_augment(images, u):
         strength = strength.float()
         sign = torch.where(u_sign < 0.5, 1.0, -1.0)
         for change, names in ((change_tone, TONE), (blend, BLEND), (warp, GEOMETRIC)):
-            which = number - OPS.index(names[0])                                    # in names
+            # The number in `names`: Rotate is 10 in OPS and 0 in GEOMETRIC. Numbers that are too
+            # small or too large belong to other groups, or to images without this operation.
+            which = number - OPS.index(names[0])
             rows = ((which >= 0) & (which < len(names))).nonzero()[:, 0]
             if len(rows):                               # `rows` is on the CPU: no wait for a GPU
                 chosen = [send(t[rows], device) for t in (which, strength, sign)]

@@ -9,12 +9,10 @@ import math
 
 import torch
 
-from common import InputError
-
 # The purpose of a random number: the part of its key after the seed.
 SCENE = 10                              # data/shapes.py
 SCENE_NOISE = 11
-RANDOM_CROP = 12                        # data/images.py
+RANDOM_CROP = 12                        # data/datasets.py
 SHIFT = 20                              # data/augment.py
 FLIP = 21
 RAND_AUGMENT = 22
@@ -54,14 +52,12 @@ def _mix(x):
 def uniform(index, n, *key):
     """Draw uniform numbers in [0, 1), (B, n) float32 on index's device, multiples of 2**-24.
 
-    index: (B,) int64 in [0, 2**31), the samples' numbers. key: ints in [0, 2**31), such as (seed,
-    purpose), or (B,) int32 tensors with a part of the key per sample. Row i depends on (key,
-    index[i]) only, and column j does not depend on n. InputError for a larger seed.
+    index: (B,) int64 in [0, 2**31), the samples' numbers. key: ints, such as (seed, purpose), whose
+    last 32 bits count, or (B,) int32 tensors, such as the image of each pixel in augment.py. Row i
+    depends on (key, index[i]) only, and column j does not depend on n.
     """
     row = torch.full_like(index, HASH_START, dtype=torch.int32)
     for k in (*key, index.int()):
-        if isinstance(k, int) and not 0 <= k < 2 ** 31:         # the hash has 32 bits and a sign
-            raise InputError(f"the seed {k} of random numbers: expected 0 to {2 ** 31 - 1}")
         row = _mix(_mix(row ^ k).add_(HASH_ADDED))
     column = _mix(torch.arange(1, n + 1, device=index.device, dtype=torch.int32))
     hashed = _mix(_mix(row[:, None] ^ column).add_(row[:, None]))         # (B, n)
@@ -92,8 +88,7 @@ def epoch_order(n, epoch, seed, repeats=1):
     repeats > 1 is DeiT's repeated augmentation: an epoch draws n / repeats images, each `repeats`
     times. The copies are neighbours in the result.
     """
-    # different for every seed and epoch below 1,000,003
-    seed_of_epoch = (seed * 1_000_003 + epoch) % 2 ** 63
+    seed_of_epoch = seed * 1_000_003 + epoch        # differs for all seeds and epochs < 1,000,003
     generator = torch.Generator().manual_seed(seed_of_epoch)
     return torch.randperm(n, generator=generator).repeat_interleave(repeats)[:n]
 

@@ -274,11 +274,13 @@ def test_numbers_do_not_change_between_versions():
     assert got == [[7081562, 14558248], [100576, 14437633], [1565904, 1843712]]
 
 
-def test_seeds_of_more_than_31_bits_are_errors():
-    assert uniform(torch.arange(2), 1, 2 ** 31 - 1, 10).shape == (2, 1)
-    for seed in (2 ** 31, 2 ** 40, -1):
-        with pytest.raises(InputError, match=f"the seed {seed} .* expected 0 to 2147483647"):
-            uniform(torch.arange(2), 1, seed, 10)
+def test_the_last_32_bits_of_a_seed_count():
+    index = torch.arange(20)
+    seeds = (0, 1, 2 ** 31 - 1, 2 ** 31, 2 ** 32 - 1)
+    numbers = [uniform(index, 1, seed, 10) for seed in seeds]
+    assert len(torch.cat(numbers).unique()) == 20 * len(seeds)
+    assert all(torch.equal(uniform(index, 1, seed + 2 ** 32, 10), u)
+               for seed, u in zip(seeds, numbers))
 
 
 def test_purposes_are_pinned_and_distinct():

@@ -65,8 +65,6 @@ def test_scenes_start_from_the_shipped_classifier():
         args = get(given)
         assert Path(args.backbone).resolve() == ROOT / "weights" / f"shapes_{attn}.pt"
     assert get("--backbone a").backbone == "a" and get("--data_dir a").backbone == "none"
-    for name in train_seg.SHIPPED:
-        assert (ROOT / "weights" / f"shapes_{name}.pt").exists()
 
 
 def test_the_schedule_equals_the_reference(golden, monkeypatch):
@@ -290,7 +288,7 @@ def test_evaluated_networks_have_the_classes_of_the_images(root):
     assert "b has the classes ['background'" in bad("--eval_only a b", run)
     make_masks(Path("mine"), [0, 1], n=3, part="test")
     Path("mine/classes.txt").write_text("x\ny")
-    assert "but the images have ['x', 'y']" in bad("--eval_only b --data_dir mine", run)
+    assert "but the images have ['x', 'y']" in bad("--eval_only b --data folder --data_dir mine", run)
     assert "is for classification" in bad("--eval_only", [ROOT / "weights/shapes_rpc.pt"])
 
 
@@ -335,7 +333,7 @@ def test_likely_mistakes_are_one_line():
                          ("--backbone nowhere", "there is no checkpoint nowhere"),
                          ("--eval_only nowhere", "there is no checkpoint nowhere"),
                          (f"--eval_only {ROOT}/weights/seg_shapes_rpc.pt --data camvid",
-                          "there is no folder data/camvid/images/validation"),
+                          "there is no folder masks/images/validation; --data_dir selects it"),
                          ("--data_dir nowhere", "there is no folder nowhere/images"),
                          ("--batch_size 0", "--batch_size"), ("--dropout 2", "from 0 to 1"),
                          ("--lr nan", "--lr"),
