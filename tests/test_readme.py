@@ -126,8 +126,8 @@ def test_page_is_short_and_its_results_have_links():
 def test_attacks_are_counted():
     adaptive = {name for name in ATTACKS if name.startswith("adaptive_")}
     attacks = ATTACKS.keys() - adaptive - {"noise", "pgd_restarts"}
-    words = {3: "three"}[len(adaptive)]
-    assert f"{len(attacks)} attacks, {words} of which also have adaptive forms" in README
+    words = {3: "Three"}[len(adaptive)]
+    assert f"{len(attacks)} attacks. {words} attacks also have a form" in README
 
 
 def test_snippets_run_as_printed(tmp_path, monkeypatch):
@@ -139,8 +139,7 @@ def test_snippets_run_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)                                     # from another folder
     for code in blocks("python"):
         if "import" in code:
-            names = dict(k=k, v=v, model=model, labels=labels,
-                         images=(255 * images).byte() if "corrupt" in code else images)
+            names = dict(k=k, v=v, model=model, labels=labels, images=images)
             exec(code, names)
             shapes = [names[name].shape for name in ("h", "foggy") if name in names]
             shapes += [flags.shape for flags in names.get("right", {}).values()]
