@@ -20,7 +20,7 @@ the query on the axes.
     App. B    G~ from G (K~, K in the paper)            centre
     Eq. 12    attention with (I - S) v                  attend_scaled (attention.py learns S)
     App. E.1  S_jj' = g_j' / (N g_j)                    attend_scaled
-    Eq. 13    J = mean(|phi(q)|^2 - |h|^2)              projection_error; projection_loss
+    Eq. 13    J = mean(|phi(q)|^2 - |h|^2)              projection_error
     App. C    |phi(q)|^2 from A's first column          projection_error; log_phi2 (without A)
     Eq. 14    principal component pursuit, Alg. 2       pcp
 
@@ -62,8 +62,8 @@ def centre(G):
 
 def top_eigh(matrix, d):
     """Return the d largest eigenvalues, descending, and eigenvectors of a symmetric matrix."""
-    size, vectors = torch.linalg.eigh(matrix)
-    return size.flip(-1)[..., :d], vectors.flip(-1)[..., :d]
+    eigenvalues, vectors = torch.linalg.eigh(matrix)
+    return eigenvalues.flip(-1)[..., :d], vectors.flip(-1)[..., :d]
 
 
 def theorem_1(q, k, d):
@@ -195,29 +195,6 @@ def log_phi2(q, k):
     return q.double().square().sum(-1) / math.sqrt(q.shape[-1]) - 2 * log_g(q, k)
 
 
-def projection_loss(log_norm, h):
-    """Return J and its terms, means over tokens, (...) each, capped at e^700.
-
-    log_norm: (..., M), from `log_phi2`. h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means
-    of |phi(q)|^2 and |h|^2 and their difference; above, the share of tokens with |h|^2 >
-    |phi(q)|^2; rel_phi and rel_h, |J| / phi2 and |J| / h2.
-    """
-    phi2 = log_norm.clamp(max=700).exp()                                    # (..., M)
-    h2 = h.square().sum(-1)                                                 # (..., M)
-    mean_phi2 = phi2.mean(-1)
-    mean_h2 = h2.mean(-1)
-    log_mean = log_norm.logsumexp(-1) - math.log(log_norm.shape[-1])
-    ratio = (mean_h2.log() - log_mean).clamp(-700, 700).exp()
-    return {
-        "J": mean_phi2 - mean_h2,
-        "phi2": mean_phi2,
-        "h2": mean_h2,
-        "above": (h2 > phi2).double().mean(-1),
-        "rel_phi": (1 - ratio).abs(),
-        "rel_h": (1 - 1 / ratio).abs(),
-    }
-
-
 def a_hat(v, log_g, scaled=False):
     """Recover a from values v, up to a factor, (..., N, Dv): section 2.2.2. log_g: (..., N).
 
@@ -230,27 +207,6 @@ def a_hat(v, log_g, scaled=False):
     if scaled:
         return gv
     return gv - gv.mean(-2, keepdim=True)
-
-
-def basis(W):
-    """Return an orthonormal basis of the columns of W, in W's shape; 0 beyond the rank."""
-    Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
-    U, size, _ = torch.linalg.svd(r, full_matrices=False)
-    in_span = size > 1e-12 * size[..., :1]                      # up to the rank of W
-    return Q @ (U * in_span[..., None, :])
-
-
-def ritz(axes, a):
-    """Return the basis of a's column space in which G~ is diagonal, (..., N, Dv), largest first.
-
-    If eigenvectors of G~ span this space, the result is these eigenvectors, also after values v are
-    replaced by v R, with an invertible matrix R. Columns that float64 cannot resolve are 0.
-    """
-    Q = basis(a)
-    rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
-    resolved = rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1]
-    resolved = resolved & (axes.rank > 0)[..., None]            # rank 0: G~ is a rounding error
-    return Q @ turn * resolved[..., None, :]
 
 
 def eigen_cosine(axes, a):
@@ -274,8 +230,6 @@ def pcp(M, tol=1e-7, max_iter=None):
     max_iter: return the parts after this many steps at the latest, 1 or more. The default is no
     limit, but a ValueError after 10,000 steps.
     """
-    if max_iter is not None and max_iter < 1:
-        raise ValueError(f"max_iter={max_iter}, expected at least 1")
     M = M.double()
     N, D = M.shape
     lambd = 1 / math.sqrt(max(N, D))
@@ -294,9 +248,8 @@ def pcp(M, tol=1e-7, max_iter=None):
         if converged:
             break
     if max_iter is None and not converged:
-        raise ValueError(f"L and S still change after 10,000 steps, by {change:.1e}; expected "
-                         f"at most {tol:g} |M| = {tol * M.norm():.1e}. Scale M's gross errors "
-                         "down, raise tol, or choose max_iter")
+        raise ValueError("L and S still change after 10,000 steps; scale M's gross "
+                         "errors down, raise tol, or choose max_iter")
     return L, S                                                             # Alg. 2, line 7
 
 
@@ -309,20 +262,23 @@ def hand_example():
     q = length * torch.tensor([[2, 0], [1, 1], [0, 0]], dtype=torch.float64)
     axes = kernel_pca(k)
     E = kernel(k, k)
-    G = centre(log_gram(k).exp())
+    gram = log_gram(k).exp()
+    G = centre(gram)
     sigma = axes.sigma / axes.c.exp()
     a_d = coefficients(axes, 3) * (axes.c / 2).exp()
     yield "kernel values of k_1, first row of E", "2 1 1/2 1", E[0]
     yield "g(k_j), row sums of E", "9/2 9/2 9/2 9/2", g(k, k)[:, 0]
-    yield "Gram matrix E / 4.5^2, first row", "8/81 4/81 2/81 4/81", log_gram(k).exp()[0]
+    yield "Gram matrix E / 4.5^2, first row", "8/81 4/81 2/81 4/81", gram[0]
     yield "centred, first row (App. B)", "7/162 -1/162 -5/162 -1/162", G[0]
     yield "eigenvalues sigma_d: N lambda_d (Eq. 11)", "2/27 2/27 2/81 0", sigma
-    yield "|a_d|^2 = 1 / sigma_d, |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", a_d.square().sum(0)
+    squares = a_d.square().sum(0)
+    yield "|a_d|^2 = 1 / sigma_d, |u_d| = 1 (Eq. 7)", "27/2 27/2 81/2", squares
     x = torch.tensor([1, 0, -1, 0], dtype=torch.float64)
     a = x * (x.square().sum() * sigma[0]).rsqrt()               # so that |a|^2 = 1 / sigma
     yield "an axis, a = 2.598 (1, 0, -1, 0): a^2", "27/4 0 27/4 0", a.square()
     yield "  G~ a / a, where a is not 0: sigma", "2/27 2/27", (G @ a / a)[::2]
-    yield "  v = a / g = 0.577 (1, 0, -1, 0): v^2", "1/3 0 1/3 0", (a / g(k, k)[:, 0]).square()
+    v = a / g(k, k)[:, 0]
+    yield "  v = a / g = 0.577 (1, 0, -1, 0): v^2", "1/3 0 1/3 0", v.square()
     V = theoretical_values(axes, 3)
     yield "V^T E V = I: the u_d are orthonormal", "1 0 0", (V.mT @ E @ V)[0]
     yield "|phi(q)|^2 of three queries", "0.4096 0.16 0.0625", log_phi2(q, k).exp()
@@ -353,7 +309,8 @@ def difference(h, other):
 
 def main():
     common.new_parser(__doc__).parse_args()                                 # prints --help
-    print("Four keys on the axes of a plane. Numbers by hand and computed are equal to 1e-12.\n")
+    print("Four keys on the axes of a plane. "
+          "Numbers by hand and computed are equal to 1e-12.\n")
     print(f"  {'':42s}{'by hand':29s}computed")
     for what, text, computed in hand_example():
         computed = computed.reshape(-1).round(decimals=14) + 0.0            # 1e-17 is 0
@@ -364,10 +321,13 @@ def main():
     q, k = torch.randn(2, 65, 16, generator=random, dtype=torch.float64)
     projections, h = theorem_1(q, k, 16)
     print()
-    print("Theorem 1 on 65 random keys, 16 axes: largest difference, divided by the largest |h|.\n"
-          "All differences are rounding errors of float64, below 1e-11, also for long keys.\n")
+    print("Theorem 1 on 65 random keys, 16 axes: "
+          "largest difference, divided by the largest |h|.\n"
+          "All differences are rounding errors of float64, "
+          "below 1e-11, also for long keys.\n")
+    explicit = project_features(q, k, 16)
     print("  attention and projections, as printed  ", difference(h, projections))
-    print("  attention and explicit features        ", difference(h, project_features(q, k, 16)))
+    print("  attention and explicit features        ", difference(h, explicit))
     for size in (1, 5, 25):
         axes = kernel_pca(size * k)
         h = attend(size * q, size * k, theoretical_values(axes, 16))

@@ -726,7 +726,7 @@ def draw_values():
 
     def scores(values, axes, theory):
         """Return cosine of b and G\u0303b, and CKA with Theorem 1's values, per head: (2, H)."""
-        a = kpca.ritz(axes, kpca.a_hat(values, axes.log_g))
+        a = kernel_pca.ritz(axes, kpca.a_hat(values, axes.log_g))
         cosine = kpca.eigen_cosine(axes, a).nanmean((0, 2))
         return torch.stack([cosine, cka(values, theory).mean(0)])
 
@@ -747,7 +747,7 @@ def draw_values():
             found.setdefault(name, []).append(value)
     for attn, x in layer_inputs(network("softmax"), scenes(32)[0]):      # as studies.kernel_pca
         q, k, v = (y.double() for y in attn.project(x))
-        terms = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
+        terms = kernel_pca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))
         for name in ("J", "phi2", "h2"):
             found.setdefault(name, []).append(terms[name].mean(0))
     found = {name: torch.cat(values, -1) for name, values in found.items()}     # eight heads

@@ -41,15 +41,54 @@ from tqdm import tqdm
 
 import common
 from data.shapes import load_shapes
-from kpca import (a_hat, attend, basis, centre, coefficients, eigen_cosine, key_scale, log_gram,
-                  log_phi2, projection_loss, ritz, theoretical_values)
+from kpca import (ROUNDING, a_hat, attend, centre, coefficients, eigen_cosine, key_scale, log_gram,
+                  log_phi2, theoretical_values, top_eigh)
 from studies.arms import call, into
 from studies.probe import (capture, check_new, load_model, load_test_images, parse_flags, points,
                            print_table, read_csv, summarise, untrained, write_csv)
-from studies.span import CONTROLS, Layer, explained_variance, token_overlap, value_axes
+from studies.span import (CONTROLS, Layer, basis, explained_variance, token_overlap,
+                          value_axes)
 from studies.stats import paired_t, scipy_stats, show, spread
 
 COMPARED = ("EV", "eig_cos", "eig_cos, v = G a", "overlap")
+
+
+# --- theory that only this study needs ------------------------------------------------------------
+
+def projection_loss(log_norm, h):
+    """Return J and its terms, means over tokens, (...) each, capped at e^700.
+
+    log_norm: (..., M), from `log_phi2`. h: (..., M, Dv). Returns a dict: phi2, h2 and J, the means
+    of |phi(q)|^2 and |h|^2 and their difference; above, the share of tokens with |h|^2 >
+    |phi(q)|^2; rel_phi and rel_h, |J| / phi2 and |J| / h2.
+    """
+    phi2 = log_norm.clamp(max=700).exp()                                    # (..., M)
+    h2 = h.square().sum(-1)                                                 # (..., M)
+    mean_phi2 = phi2.mean(-1)
+    mean_h2 = h2.mean(-1)
+    log_mean = log_norm.logsumexp(-1) - math.log(log_norm.shape[-1])
+    ratio = (mean_h2.log() - log_mean).clamp(-700, 700).exp()
+    return {
+        "J": mean_phi2 - mean_h2,
+        "phi2": mean_phi2,
+        "h2": mean_h2,
+        "above": (h2 > phi2).double().mean(-1),
+        "rel_phi": (1 - ratio).abs(),
+        "rel_h": (1 - 1 / ratio).abs(),
+    }
+
+
+def ritz(axes, a):
+    """Return the basis of a's column space in which G~ is diagonal, (..., N, Dv), largest first.
+
+    If eigenvectors of G~ span this space, the result is these eigenvectors, also after values v are
+    replaced by v R, with an invertible matrix R. Columns that float64 cannot resolve are 0.
+    """
+    Q = basis(a)
+    rho, turn = top_eigh(Q.mT @ axes.G @ Q, Q.shape[-1])
+    resolved = rho > a.shape[-2] * ROUNDING * axes.sigma[..., :1]
+    resolved = resolved & (axes.rank > 0)[..., None]            # rank 0: G~ is a rounding error
+    return Q @ turn * resolved[..., None, :]
 
 
 # --- experiments ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 import common
-from kpca import ROUNDING, basis, kernel_pca, key_scale, log_kernel
+from kpca import ROUNDING, kernel_pca, key_scale, log_kernel
 
 
 # --- coordinates ----------------------------------------------------------------------------------
@@ -51,6 +51,14 @@ def resolved(variance, uncentred, N):
     uncentred: the sum of squares before centring.
     """
     return variance.where(variance > N * ROUNDING * uncentred, torch.nan)
+
+
+def basis(W):
+    """Return an orthonormal basis of the columns of W, in W's shape; 0 beyond the rank."""
+    Q, r = torch.linalg.qr(W / W.norm(dim=-2, keepdim=True).clamp(min=1e-300))
+    U, size, _ = torch.linalg.svd(r, full_matrices=False)
+    in_span = size > 1e-12 * size[..., :1]                      # up to the rank of W
+    return Q @ (U * in_span[..., None, :])
 
 
 def value_axes(span, v):

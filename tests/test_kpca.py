@@ -7,7 +7,7 @@ import torch
 
 import kpca
 from kpca import (attend, kernel_pca, kernel_projections, log_g, log_kernel, log_phi2, pcp,
-                  projection_loss, ritz, theoretical_values)
+                  projection_error, theoretical_values)
 
 
 def cases(z):
@@ -48,7 +48,7 @@ def test_projections_and_residuals_agree_with_explicit_features(golden, case):
     assert_close(log_phi2(q, k).exp() - h.square().sum(-1), z["ex_resid"], 1e-6, 1e-9)  # (13)
     mu = (-axes.c).exp() * axes.sigma
     assert_close(mu[d:].sum() / len(k), z["ex_key_residual"])
-    j = projection_loss(log_phi2(q, k), attend(q, k, theoretical_values(axes, d)))["J"]
+    j = projection_error(q, k, attend(q, k, theoretical_values(axes, d)))
     assert_close(j, z["ex_j_kpca"])
     # kernel PCA of the keys does not minimise (13) over queries
     assert j > 3 * z["ex_j_query_optimal"]
@@ -83,8 +83,6 @@ def test_pcp_that_does_not_stop_is_an_error():
     with pytest.raises(ValueError, match="still change after 10,000 steps"):
         pcp(M, tol=0)
     pcp(M, tol=0, max_iter=3)                           # three steps are what the caller wants
-    with pytest.raises(ValueError, match="max_iter=0, expected at least 1"):
-        pcp(M, max_iter=0)
 
 
 def test_float32_vectors_give_float64_results():
@@ -96,23 +94,15 @@ def test_float32_vectors_give_float64_results():
         h = attend(q, k, v)
         projections = kernel_projections(q, k, axes, 3)
         lp = log_phi2(q, k)
-        results.append([*axes, h, projections, lp, projection_loss(lp, h)["J"]])
+        results.append([*axes, h, projections, lp])
     for ours, expected in zip(*results):
         assert torch.equal(ours, expected) and ours.dtype != torch.float32
-
-
-def test_equal_keys_have_no_eigen_cosine():
-    _, k, v = draw(3)
-    axes = kernel_pca(k[:1].expand_as(k))
-    assert axes.rank == 0
-    cosines = kpca.eigen_cosine(axes, ritz(axes, kpca.a_hat(v, axes.log_g)))
-    assert cosines.isnan().all()
 
 
 @pytest.mark.parametrize("case", ["large0", "large1"])
 def test_long_keys_agree_with_golden(golden, case):
     z = cases(golden("kpca_large"))[case]
-    q, k, v = z["q"], z["k"], z["v"]
+    q, k = z["q"], z["k"]
     axes, lp = kernel_pca(k), log_phi2(q, k)
     for ours, theirs in ((axes.log_g, "log_g"), (log_g(q, k), "log_gq"), (axes.c[0], "log_scale"),
                          (lp, "log_phi2")):
@@ -120,11 +110,6 @@ def test_long_keys_agree_with_golden(golden, case):
     mu = z["mu_scaled"]
     assert (axes.sigma[:len(mu)] - mu).abs().max() < 1e-10 * mu[0]
     assert int(axes.rank) == int(z["rank"])
-    terms = projection_loss(lp, attend(q, k, v))
-    for ours, theirs in (("J", "jproj_signed"), ("h2", "h2_mean"), ("phi2", "phi2_mean"),
-                         ("rel_h", "rel_h_of_means")):
-        assert_close(terms[ours], z[theirs], 1e-10)
-    assert all(t.isfinite().all() for t in terms.values())
 
 
 def test_printed_formulas_equal_the_logarithms():
@@ -135,9 +120,8 @@ def test_printed_formulas_equal_the_logarithms():
     assert_close(h.abs(), attend(q, k, theoretical_values(axes, 3)).abs(), 1e-7, 1e-9)
     assert_close(h, expanded, 1e-9, 1e-12)
     assert_close(kpca.project_features(q, k, 3).abs(), h.abs(), 1e-6, 1e-8)
-    assert_close(kpca.projection_error(q, k, h), projection_loss(log_phi2(q, k), h)["J"], 1e-9)
-    h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
-    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
+    phi2 = log_phi2(q, k).exp()
+    assert_close(projection_error(q, k, h), (phi2 - h.square().sum(-1)).mean(), 1e-9)
 
 
 @pytest.mark.parametrize("N, D, size", [(5, 2, 0.3), (24, 8, 1.7), (65, 32, 1.0), (40, 64, 1.7)])
@@ -162,11 +146,3 @@ def test_axes_are_fewer_than_keys_with_fixed_sign():
     assert all(kernel_pca(draw(seed, N=2, D=1, size=0.1)[1]).rank <= 1 for seed in range(20))
     U = kernel_pca(draw(5)[1]).U
     assert (U.gather(0, U.abs().argmax(0, keepdim=True)) > 0).all()
-
-
-def test_ritz_recovers_eigenvectors_from_any_basis():
-    axes = kernel_pca(draw(11)[1])
-    a = axes.U[:, :4] @ draw(1, N=4, D=4)[2]
-    found = ritz(axes, torch.cat([a, a[:, :1]], 1))
-    assert_close(found[:, :4].abs(), axes.U[:, :4].abs(), 1e-6, 1e-9)
-    assert_close(found[:, 4], torch.zeros(24))

@@ -27,6 +27,7 @@ from data.shapes import load_shapes
 from models import load_classifier
 from robust.attacks import pgd
 from robust.patches import patches_to_pixels, random_places
+from studies.kernel_pca import projection_loss
 from studies.rpca_layer import robust_pca
 from studies.where_is_s import auroc, first_layer, location
 
@@ -111,7 +112,7 @@ def negative_j(own, random):
         if not length < 1e100:
             raise Wrong("v has entries that are not finite or far too large: a network cannot "
                         "compute with them")
-        J = kpca.projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))["J"]
+        J = projection_loss(kpca.log_phi2(q, k), kpca.attend(q, k, v))["J"]
         if not J < 0:
             hint = "only |h|^2 depends on v"
             if times != 1:

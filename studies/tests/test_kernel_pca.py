@@ -11,12 +11,13 @@ import train_cls
 from attention import SelfAttention
 from common import InputError
 from fixtures import ROOT
-from kpca import (a_hat, attend, basis, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
-                  projection_loss, ritz, theoretical_values)
+from kpca import (a_hat, attend, eigen_cosine, kernel_pca, log_g, log_gram, log_phi2,
+                  projection_error, theoretical_values)
 from studies import kernel_pca as study, probe, published_scores
-from studies.kernel_pca import EXPERIMENTS, eigenvalue_statistics, measure, standardise
+from studies.kernel_pca import (EXPERIMENTS, eigenvalue_statistics, measure, projection_loss,
+                                ritz, standardise)
 from studies.probe import Heads, capture
-from studies.span import Layer, explained_variance, key_span, principal_axes, value_axes
+from studies.span import Layer, basis, explained_variance, key_span, principal_axes, value_axes
 from test_kpca import assert_close, cases, draw
 
 
@@ -49,6 +50,40 @@ def check_heads(z):
     assert_close(eigen_cosine(axes, a_hat(v, axes.log_g)), z["gamma_cos"])
     gv = a_hat(v, axes.log_g, scaled=True)
     assert_close(gv.sum(-2).abs() / gv.abs().sum(-2), z["solvability"])
+
+
+@pytest.mark.parametrize("case", ["large0", "large1"])
+def test_terms_of_long_keys_agree_with_golden(golden, case):
+    z = cases(golden("kpca_large"))[case]
+    q, k, v = z["q"], z["k"], z["v"]
+    terms = projection_loss(log_phi2(q, k), attend(q, k, v))
+    for ours, theirs in (("J", "jproj_signed"), ("h2", "h2_mean"), ("phi2", "phi2_mean"),
+                         ("rel_h", "rel_h_of_means")):
+        assert_close(terms[ours], z[theirs], 1e-10)
+    assert all(t.isfinite().all() for t in terms.values())
+
+
+def test_projection_loss_equals_the_printed_formula():
+    q, k, v = draw(1, N=8, D=3, M=10)
+    h = attend(q, k, v)
+    assert_close(projection_loss(log_phi2(q, k), h)["J"], projection_error(q, k, h), 1e-9)
+    h = torch.tensor([[0.5], [2.0], [-1.5], [1.0]], dtype=torch.float64)
+    assert projection_loss(torch.zeros(4).double(), h)["above"] == 0.5             # |phi|^2 = 1
+
+
+def test_ritz_recovers_eigenvectors_from_any_basis():
+    axes = kernel_pca(draw(11)[1])
+    a = axes.U[:, :4] @ draw(1, N=4, D=4)[2]
+    found = ritz(axes, torch.cat([a, a[:, :1]], 1))
+    assert_close(found[:, :4].abs(), axes.U[:, :4].abs(), 1e-6, 1e-9)
+    assert_close(found[:, 4], torch.zeros(24))
+
+
+def test_equal_keys_have_no_eigen_cosine():
+    _, k, v = draw(3)
+    axes = kernel_pca(k[:1].expand_as(k))
+    assert axes.rank == 0
+    assert eigen_cosine(axes, ritz(axes, a_hat(v, axes.log_g))).isnan().all()
 
 
 @pytest.mark.parametrize("case", ["explicit0", "explicit1", "gauss0", "gauss1"])

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from data.shapes import SHAPES
-from kpca import a_hat, basis, eigen_cosine, kernel_pca, theoretical_values
+from kpca import a_hat, eigen_cosine, kernel_pca, theoretical_values
 from studies import published_scores
 from studies.kernel_pca import exp_gamma, measure
 from studies.published_scores import (cka, gamma, kernel_cka, matching,
                                       official_loss, optimal_cosine, pair_differences)
-from studies.span import Layer, token_overlap
+from studies.span import Layer, basis, token_overlap
 from test_kernel_pca import random_heads
 from test_kpca import assert_close, cases
 from vit import ViT, ViTConfig
