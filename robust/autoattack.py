@@ -14,8 +14,9 @@ import torch
 
 from common import InputError, at_least_float32, print0
 from data.rng import APGD, SQUARE, uniform
-from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient, note_zero_gradient,
-                            margin, noise_like, per_image, select_rows)
+from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_gradient,
+                            margin, noise_like, note_zero_gradient, per_image,
+                            select_rows)
 
 
 # --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
@@ -23,8 +24,8 @@ from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_g
 def check_classes(logits, compared, name):
     """Raise InputError if `name`, a loss or an attack, compares more logits than the model has."""
     if logits.shape[1] < compared:
-        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares {compared} "
-                         f"logits; measure apgd and square instead")
+        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares "
+                         f"{compared} logits; measure apgd and square instead")
 
 
 def dlr(logits, labels):
@@ -70,26 +71,26 @@ def apgd(model, images, labels, eps, *, loss="ce", targets=None, steps=100,
     start = images + eps * noise / noise.abs().amax((1, 2, 3), keepdim=True)
     if targets is None:
         objective = dict(ce=cross_entropy, dlr=dlr)[loss]
-        targets = labels                    # any tensor of this shape: ce and dlr do not use it
+        targets = labels        # not used; but each part of the state has a row per image
     else:
         objective = targeted_dlr
 
     all_images = SimpleNamespace(labels=labels, targets=targets, low=low, high=high,
                                  x=start.clamp(low, high), step=2 * eps, adv=images)
     adv = images.clone()
-    for source in (model, *surrogates):
+    for guide in (model, *surrogates):
         rows = robust.nonzero()[:, 0]
         if not len(rows):
             break
         robust_images = select_rows(all_images, robust)
-        found, fooled = climb(model, source, objective, robust_images, steps)
+        found, fooled = climb(model, guide, objective, robust_images, steps)
         adv[rows] = found
         robust[rows] = ~fooled
     return adv
 
 
-def climb(model, source, objective, s, steps):
-    """Raise the model's loss along the gradient of the model `source`.
+def climb(model, guide, objective, s, steps):
+    """Raise the model's loss along the gradient of the model `guide`.
 
     s: the state of the images, selected in `apgd`; this function changes s. Its fields from apgd:
         labels, targets   (B,) int64
@@ -111,7 +112,7 @@ def climb(model, source, objective, s, steps):
     adv = s.adv.clone()
     fooled = torch.zeros_like(s.labels, dtype=torch.bool)
     s.row = torch.arange(len(adv), device=adv.device)   # row i of s belongs to adv[s.row[i]]
-    evaluate_point(s, model, source, objective)
+    evaluate_point(s, model, guide, objective)
     note_zero_gradient(s.grad)
     s.fooled = s.fooled_now
     s.x_old = s.x
@@ -137,7 +138,7 @@ def climb(model, source, objective, s, steps):
 
         # Evaluate the new point and keep the best one.
         last_loss = s.loss
-        evaluate_point(s, model, source, objective)
+        evaluate_point(s, model, guide, objective)
         s.adv = torch.where(column(s.fooled_now), s.x, s.adv)
         s.fooled = s.fooled | s.fooled_now
         s.rises = s.rises + (s.loss > last_loss)
@@ -160,12 +161,12 @@ def climb(model, source, objective, s, steps):
     return adv, fooled
 
 
-def evaluate_point(s, model, source, objective):
-    """Set s.fooled_now, s.loss (of the model) and s.grad (of source) at the point s.x."""
-    if objective is targeted_dlr:                   # s.targets belongs to the images still in s
+def evaluate_point(s, model, guide, objective):
+    """Set s.fooled_now, s.loss (of the model) and s.grad (of guide) at the point s.x."""
+    if objective is targeted_dlr:                   # the targets of the images still in s
         objective = partial(targeted_dlr, targets=s.targets)
-    logits, s.loss, s.grad = input_gradient(objective, source, s.x, s.labels)
-    if source is not model:
+    logits, s.loss, s.grad = input_gradient(objective, guide, s.x, s.labels)
+    if guide is not model:
         logits = at_least_float32(model(s.x))
         s.loss = objective(logits, s.labels)
     s.fooled_now = logits.argmax(1) != s.labels
@@ -184,8 +185,8 @@ def halve_steps(s, window):
 
 
 @torch.no_grad()
-def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(), seed=0,
-           index=None):
+def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(),
+           seed=0, index=None):
     """Run APGD on the targeted DLR loss for each of the num_targets likeliest wrong classes."""
     logits = clean_logits(model, images, eps)
     check_classes(logits, 4, "the targeted DLR loss of APGD-T")
@@ -197,8 +198,9 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
         rows = robust.nonzero()[:, 0]
         if not len(rows):
             break
-        adv[rows] = apgd(model, images[rows], labels[rows], eps[rows], targets=targets[rows, k],
-                         steps=steps, surrogates=surrogates, seed=seed, draw=k, index=index[rows])
+        adv[rows] = apgd(model, images[rows], labels[rows], eps[rows],
+                         targets=targets[rows, k], steps=steps, surrogates=surrogates,
+                         seed=seed, draw=k, index=index[rows])
         robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
     return adv
 
@@ -300,6 +302,9 @@ def fab_step(s, model, targets):
 
 # --- Square: random search without gradients (Andriushchenko et al. 2020) ------------------------
 
+BLOCK = 50      # queries: their random numbers are drawn in one call; then fooled images leave
+
+
 @torch.no_grad()
 def square(model, images, labels, eps, *, queries=5000, seed=0, index=None):
     """Set random squares to +-eps, a random sign per channel; keep squares that lower the margin.
@@ -319,16 +324,16 @@ def square(model, images, labels, eps, *, queries=5000, seed=0, index=None):
     if not len(s.row):
         return adv
     s.margin = margin(at_least_float32(model(s.best)), s.labels)
-    for first in range(0, queries, 50):
+    for first in range(0, queries, BLOCK):
         fooled = s.margin < 0
         adv[s.row[fooled]] = s.best[fooled]
         s = select_rows(s, ~fooled)                             # leave the finished images out
         if not len(s.row):
             return adv
-        draws = uniform(s.index, 50 * (2 + C), seed, SQUARE, 1 + first // 50)
-        draws = draws.view(-1, 50, 2 + C)                       # 2 for the place, C for the signs
-        for query in range(first, min(first + 50, queries)):
-            draw = draws[:, query - first]
+        draws = uniform(s.index, BLOCK * (2 + C), seed, SQUARE, 1 + first // BLOCK)
+        draws = draws.view(-1, BLOCK, 2 + C)                    # 2 for the place, C for the signs
+        last = min(first + BLOCK, queries)
+        for query, draw in zip(range(first, last), draws.unbind(1)):
             inside = random_square(draw[:, :2], query, H, W)
             # 2 eps is the distance from low to high, so the push reaches a bound from every value.
             push = torch.where(draw[:, 2:, None, None] < 0.5, -2, 2) * s.eps    # (B, C, 1, 1)
@@ -386,8 +391,8 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
     for stage, attack in stages.items():
         rows = robust.nonzero()[:, 0]
         if len(rows):
-            adv[rows] = attack(model, images[rows], labels[rows], eps[rows], index=index[rows],
-                               seed=seed)
+            adv[rows] = attack(model, images[rows], labels[rows], eps[rows],
+                               index=index[rows], seed=seed)
             robust[rows] = model(adv[rows]).argmax(1) == labels[rows]
         counts.append(f"{stage} {int(robust.sum())}")
     print0(f"AutoAttack, still robust of {len(images)}: {', '.join(counts)}")

@@ -74,7 +74,7 @@ def motion(x, radius, sigma, angle):
 
     Borders repeat. angle: (B,) in degrees. The result equals ImageMagick's MotionBlur.
     """
-    B, C, H, W = x.shape
+    H, W = x.shape[2:]
     reach = 2 * radius
     length = torch.arange(reach + 1, device=x.device, dtype=angle.dtype)[:, None]       # of a shift
     weights = [math.exp(-i ** 2 / (2 * sigma ** 2)) for i in range(reach + 1)]
@@ -82,20 +82,13 @@ def motion(x, radius, sigma, angle):
     dy = (length * torch.sin(angle * (math.pi / 180)) - 0.5).ceil().long()      # (shifts, B)
     dx = (length * torch.cos(angle * (math.pi / 180)) - 0.5).ceil().long()
     padded = F.pad(x, [reach] * 4, mode="replicate")
-    Hp, Wp = padded.shape[2:]
-    # In the flat padded tensor, channel c begins at c Hp Wp. Its first pixel inside the border is
-    # `reach` rows and `reach` columns later. Each row begins Wp after the row before. A shift by
-    # (dy, dx) moves such a place by dy Wp + dx. The W values from this place on, a row of
-    # `segments`, are the shifted row.
-    segments = padded.flatten().unfold(0, W, 1)
-    channel = torch.arange(B * C, device=x.device).view(B, C, 1) * (Hp * Wp)
-    first_pixel = channel + reach * (Wp + 1)
-    row = (first_pixel + torch.arange(H, device=x.device) * Wp).flatten(1)  # (B, C * H)
-    shifted_row = row + (dy * Wp + dx)[..., None]                           # (shifts, B, C * H)
-    out = torch.zeros_like(x).view(-1, W)
-    for weight, index in zip(weights, shifted_row.flatten(1)):
-        out.add_(segments.index_select(0, index), alpha=weight / sum(weights))
-    return out.view_as(x)
+    windows = padded.unfold(2, H, 1).unfold(3, W, 1)        # (B, C, top, left, H, W), a view
+    image = torch.arange(len(x), device=x.device)
+    out = torch.zeros_like(x)
+    for weight, top, left in zip(weights, reach + dy, reach + dx):
+        shifted = windows[image, :, top, left]              # (B, C, H, W)
+        out.add_(shifted, alpha=weight / sum(weights))
+    return out
 
 
 def bilinear(x, across, down, align_corners):
@@ -160,7 +153,8 @@ def displace(x, sigma, shift):
 def boxes(size, n, device):
     """Divide `size` pixels into n windows [int(i * s + 0.5), int((i + 1) * s + 0.5)), s = size / n.
 
-    Returns the members of each window, (widest, n), padded with `size`, and its length, (n, 1).
+    Returns the members of each window in a column, (widest, n), and its length, (n, 1). Where a
+    window is shorter than the widest one, its member is `size`, a row of zeros in box_shrink.
     """
     edge = torch.tensor([int(i * size / n + 0.5) for i in range(n + 1)])
     length = edge.diff()
@@ -172,7 +166,7 @@ def boxes(size, n, device):
 def box_shrink(images, n):
     """Shrink (B, 3, H, W) to n rows, uint8, by averages over windows, as PIL's BOX filter does."""
     member, length = boxes(images.shape[2], n, images.device)
-    x = F.pad(images, (0, 0, 0, 1))                         # row `size` is 0: boxes pads with it
+    x = F.pad(images, (0, 0, 0, 1))                         # row `size`: zeros
     total = x.index_select(2, member[0]).float()
     for rows in member[1:]:
         total += x.index_select(2, rows).float()

@@ -1,6 +1,5 @@
 """Textures of the corruption "frost": ImageNet-C's five photographs, or synthetic noise."""
 
-import zlib
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def load_frost(frost_dir):
 
 @lru_cache(maxsize=8)
 def scaled_frost(frost_dir, scale, H, W, device):
-    """Load and scale the textures; enlarge those that are too small for crops of H x W pixels."""
+    """Load and scale the textures; enlarge a texture that is too small for crops of H x W px."""
     textures = []
     for texture in load_frost(frost_dir):
         x = texture[None].to(device).float()
@@ -70,9 +69,3 @@ def scaled_frost(frost_dir, scale, H, W, device):
             x = x.round_().clamp_(0, 255)   # bicubic interpolation can overshoot
         textures.append(x[0].byte())
     return textures
-
-
-def frost_hash(folder):
-    """Return the CRC-32 of the photographs in a folder, 8 hex digits."""
-    pixels = b"".join(photo.numpy().tobytes() for photo in load_frost(folder))
-    return f"{zlib.crc32(pixels):08x}"
