@@ -98,7 +98,8 @@ def defocus_blur(images, c, draw):
 def draw_glass_blur(draw, H, W, c):
     """Draw shifts dy * W + dx with dy and dx from -d to d - 1: (B, rounds, H - 2d, W - 2d)."""
     _, d, rounds = c
-    numbers = draw(rounds * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)       # dy and dx from one number
+    # One number serves both shifts: its whole part gives dy, and its fraction gives dx.
+    numbers = draw(rounds * (H - 2 * d) * (W - 2 * d)).mul_(2 * d)
     dy = numbers.floor() - d
     dx = numbers.frac().mul_(2 * d).floor_() - d
     shift = dy.mul_(W).add_(dx).long()
@@ -198,7 +199,8 @@ def frost(images, c, draw, frost_dir=None):
     room = torch.tensor([textures[i].shape[1:] for i in which]) - torch.tensor([H, W])
     corners = (numbers[:, 1:].cpu() * room).long().tolist()
     parts = [textures[i][:, y:y + H, x:x + W] for i, (y, x) in zip(which, corners)]
-    return quantise(image_weight * images.float() + frost_weight * torch.stack(parts).float())
+    crops = torch.stack(parts).float()
+    return quantise(image_weight * images.float() + frost_weight * crops)
 
 
 def draw_fog(draw, H, W, c):
@@ -367,7 +369,11 @@ def table_of(H, W):
 
 
 def choose_function(name, H, W, frost_dir):
-    """Return the function of a corruption for images of H x W pixels, and its five constants."""
+    """Return the function of a corruption for images of H x W pixels, and its five constants.
+
+    The function is the entry in CORRUPTIONS, with two exceptions: frost also gets frost_dir, and
+    elastic_transform supports three sizes, so other sizes get elastic_any_size.
+    """
     function = CORRUPTIONS[name]
     constants = CONSTANTS[name]
     if name == "frost":
