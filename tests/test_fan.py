@@ -241,7 +241,7 @@ def test_init_and_evaluation_accept_a_fan(tiny, capsys):
     assert isinstance(model, FAN)
     call(look.main, "--ckpt rpc --out look.png")
     shown = capsys.readouterr().out
-    assert "S is" in shown and "layer 0" in shown and Path("look.png").exists()
+    assert "| AUC of the noise" in shown and "\n| 0 " in shown and Path("look.png").exists()
     call(eval_robust.main, "--ckpt rpc sym --measures clean --limit 4 --out_dir e")
     table = capsys.readouterr().out
     assert "| rpc " in table and "| sym " in table
