@@ -47,9 +47,9 @@ from attention import (ATTENTIONS, LAYER_PATTERNS, attention_flags, default_sett
                        eval_mode, key_statistics)
 from common import ONE_OR_MORE, SHARE, InputError, bar, print0, send
 from data.rng import DROPOUT, seed_from
-from data.text import (EOS, UNK, Vocabulary, load_corpus, perplexity, plain,
-                       pydoc_folder, random_windows, read_text, separate_words,
-                       sliding_nll)
+from data.text import (EOS, EXPECTED, UNK, Vocabulary, load_corpus, perplexity, plain,
+                       pydoc_folder, random_windows, read_prose, read_tokens,
+                       separate_words, sliding_nll)
 from data.words import WORD, word_swap
 from lm import LM, LM_SIZES, LMConfig, depends_on_later_words, lm_from_checkpoint
 
@@ -203,17 +203,16 @@ def load_texts(data_dir, vocab, word, args):
     """Return {split: (clean, attacked, swapped)} for the valid and the test text.
 
     clean, attacked: ids of the tokens, (n,), before and after the word swap, which inserts `word`.
-    swapped: (n - 1,) bool, the inserted words among the tokens with a loss, all but the first one.
+    swapped: (n - 1,) bool, True for an inserted word. The first token, which has no loss, is left
+    out.
     """
-    if Path(data_dir).is_file():
-        print0("the train paragraphs of a file are not scored; to score a whole new "
-               "text, name it new/test.txt, and choose --data_dir new")
+    splits = ("valid", "test")
+    parts = read_tokens(data_dir, splits) or read_prose(data_dir, splits, known=vocab)
+    if not parts:
+        raise InputError(f"{data_dir} has no valid or test text; {EXPECTED}")
     texts = {}
     stop = args.limit or None
-    for split, lines in read_text(data_dir, vocab, ("valid", "test")).items():
-        if not any(lines):
-            print0(f"{data_dir} has no {split} text")
-            continue
+    for split, lines in parts.items():
         attacked, swapped = word_swap(lines, seed=args.seed, word=word)
         clean = vocab.encode_lines(lines)[:stop]
         attacked = vocab.encode_lines(attacked)[:stop]

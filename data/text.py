@@ -34,14 +34,11 @@ from common import InputError, bar, print0, replacing
 from data.rng import TEXT_WINDOW, uniform
 
 SPLITS = ("train", "valid", "test")
-# The parts of a single file: the CRC-32 of a paragraph modulo 20 is an index.
-PARTS = ("test", "valid") + 18 * ("train",)
 EOS = "<eos>"
 UNK = "<unk>"
 MIN_COUNT = 3                                   # rarer words of prose become <unk>
-# Combining marks, such as the vowel signs of Hindi, belong to words, but \w does not match them. The
-# same holds for U+200C and U+200D, which separate or join letters. Marks above U+FFFF, of rare
-# scripts, are left out, because re takes ten times as long with them.
+# Signs inside words that \w does not match: combining marks, such as the vowel signs of Hindi, and
+# two signs that separate or join letters. With the marks above 0x10000, re takes ten times as long.
 MARKS = "\u200c\u200d" + "".join(
     letter for letter in map(chr, range(0x300, 0x10000)) if category(letter)[0] == "M")
 # A word, which may contain apostrophes; or a punctuation mark.
@@ -91,21 +88,23 @@ def count_words(lines):
 
 def load_corpus(path):
     """Load a text to train on. Ids: <eos>, then the words of the training by falling count."""
-    texts = read_text(path)
+    tokens = read_tokens(path)                  # {}: the text is prose
+    texts = tokens or read_prose(path)
     for split in ("train", "valid"):
-        if not any(texts[split]):
+        if split not in texts:
             raise InputError(f"{path} has no {split} text; {EXPECTED}")
-    if not token_file(path, "train").exists():
+    if not tokens:
         texts = mark_rare_words(texts)
     counts = count_words(texts["train"])
     counts.pop(EOS, None)                       # <eos> comes first, whatever its count
     # Words with equal counts keep the order of the text.
     words = sorted(counts, key=counts.get, reverse=True)
     vocab = Vocabulary([EOS, *words])
-    return Corpus(*[vocab.encode_lines(texts[split]) for split in SPLITS], vocab)
+    ids = [vocab.encode_lines(texts.get(split, [])) for split in SPLITS]
+    return Corpus(*ids, vocab)
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files: tokens, and prose ---------------------------------------------------------------------
 
 def token_file(folder, split):
     return Path(folder, f"wiki.{split}.tokens")
@@ -114,14 +113,26 @@ def token_file(folder, split):
 def read_lines(path):
     """Read the lines of a UTF-8 file in Unicode's composed form, a list; only "\\n" ends a line.
 
-    Some programs write <eos> at the end of each line. It is removed, because encode_lines adds it.
+    Some programs write <eos> at the end of each line. This <eos> is removed, because encode_lines
+    adds it.
     """
     with open(path, encoding="utf-8-sig", newline="\n") as f:       # -sig drops a byte order mark
         try:
             lines = [normalize("NFC", line) for line in f]
         except UnicodeDecodeError as error:                         # does not name the file
             raise InputError(f"{path} is not UTF-8 text: {error.reason}") from None
-    return [line.rstrip().removesuffix(EOS) for line in lines]
+    return [line.rstrip().removesuffix(EOS).rstrip() for line in lines]
+
+
+def read_tokens(folder, splits=SPLITS):
+    """Read wiki.*.tokens, {split: lines}. Parts without a word, or without a file, are left out."""
+    texts = {}
+    for split in splits:
+        file = token_file(folder, split)
+        lines = read_lines(file) if file.exists() else []
+        if any(lines):
+            texts[split] = lines
+    return texts
 
 
 def read_paragraphs(path):
@@ -137,33 +148,31 @@ def read_paragraphs(path):
     return [paragraph for paragraph in paragraphs if paragraph]
 
 
-def read_text(path, known=(), splits=SPLITS):
-    """Return the lines of a text, {split: [words with spaces between them]}.
+def read_prose(path, splits=SPLITS, known=()):
+    """Read a file of prose, or a folder with train.txt, valid.txt and test.txt, {split: lines}.
 
-    A part that does not exist is an empty list. path: see the top of this file. known: the
-    vocabulary of a trained network, see `separate_words`.
+    A line is a paragraph, with spaces between words. Parts without a paragraph are left out. known:
+    the vocabulary of a trained network, see `separate_words`.
     """
     if not Path(path).exists():
         raise InputError(f"--data_dir {path} does not exist")
-    texts = {split: [] for split in splits}
-    prose = {split: [] for split in SPLITS}
+    parts = {split: [] for split in SPLITS}             # {split: paragraphs}
     if Path(path).is_file():
         for paragraph in read_paragraphs(path):
-            part = PARTS[zlib.crc32(paragraph.encode()) % len(PARTS)]
-            prose[part].append(paragraph)
-        counts = [f"{len(prose[split])} {split}" for split in SPLITS]
+            remainder = zlib.crc32(paragraph.encode()) % 20
+            split = {0: "test", 1: "valid"}.get(remainder, "train")
+            parts[split].append(paragraph)
+        counts = [f"{len(parts[split])} {split}" for split in SPLITS]
         print0(f"{path}: {', '.join(counts)} paragraphs")
+    else:
+        for split in splits:
+            file = Path(path, f"{split}.txt")
+            if file.exists():
+                parts[split] = read_paragraphs(file)
+    texts = {}
     for split in splits:
-        file = Path(path, f"{split}.txt")
-        if file.exists():
-            prose[split] = read_paragraphs(file)
-        tokens = token_file(path, split)
-        if tokens.exists():
-            texts[split] = read_lines(tokens)
-        else:
-            texts[split] = [separate_words(text, known) for text in prose[split]]
-    if not any(map(any, texts.values())):
-        raise InputError(f"{path} has no {' or '.join(splits)} text; {EXPECTED}")
+        if parts[split]:
+            texts[split] = [separate_words(text, known) for text in parts[split]]
     return texts
 
 
@@ -232,17 +241,14 @@ def pydoc_folder(parent="out/cache"):
     documents |= library_docstrings()
     texts = {split: [] for split in SPLITS}
     for name, entries in sorted(documents.items()):
-        sixteenth = zlib.crc32(name.encode()) % 16
-        split = "train"
-        if sixteenth == 1:
-            split = "valid"
-        if sixteenth == 15:
-            split = "test"
-        for i, (title, text) in enumerate(entries):
-            signs = "= =" if i else "="                 # around a WikiText heading: = title =
+        remainder = zlib.crc32(name.encode()) % 16
+        split = {1: "valid", 15: "test"}.get(remainder, "train")
+        signs = "="                             # as in WikiText: = title of a document =
+        for title, text in entries:
             texts[split] += ["", f"{signs} {separate_words(title)} {signs}", ""]
             paragraphs = re.split(r"\n\s*\n", text)
             texts[split] += [separate_words(paragraph) for paragraph in paragraphs]
+            signs = "= ="                       # = = title of its next entry = =
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in mark_rare_words(texts).items():
         with replacing(token_file(folder, split)) as tmp:

@@ -14,7 +14,7 @@ import torch
 
 from data import text as data_text
 from common import InputError
-from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines, read_text,
+from data.text import (load_corpus, perplexity, pydoc_folder, random_windows, read_lines, read_prose,
                        separate_words, sliding_nll)
 from lm import LM, LMConfig
 from test_lm import lmtool_model
@@ -65,7 +65,14 @@ def test_each_line_has_one_eos(folder):
     assert marked.vocab == plain.vocab and np.array_equal(marked.train, plain.train)
     for file in folder.glob("*.tokens"):
         file.unlink()
-    assert read_text(folder)["valid"] == ["one word", "two words"]
+    assert read_prose(folder)["valid"] == ["one word", "two words"]
+
+
+def test_a_line_of_eos_alone_has_no_word(folder):
+    """Such a valid text would have one token, which no evaluation predicts."""
+    write(folder, valid=" <eos>\n")
+    with pytest.raises(InputError, match="text has no valid text"):
+        load_corpus(folder)
 
 
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
@@ -100,15 +107,15 @@ def stanzas(n, seed=1):
 
 
 def held_out(parts):
-    return parts["valid"] + parts["test"]
+    return parts.get("valid", []) + parts.get("test", [])
 
 
 def test_the_bytes_of_a_paragraph_decide_its_part(folder):
     """Renamed, extended, divided, wrapped and copied files never score a training paragraph."""
     poems = stanzas(200)
     Path("poems.txt").write_text("\n\n".join(poems) + "\n")
-    parts = read_text("poems.txt")
-    assert 165 < len(parts["train"]) < 195 and all(parts.values())
+    parts = read_prose("poems.txt")
+    assert 165 < len(parts["train"]) < 195 and len(parts) == 3
     other = dict(
         extended="\n\n".join(stanzas(100, seed=2) + poems[::-1]),
         divided="\n\n".join(poems[:12]),
@@ -116,16 +123,16 @@ def test_the_bytes_of_a_paragraph_decide_its_part(folder):
         windows="\r\n\r\n".join(poem.replace("\n", "\r\n") for poem in poems))
     for name, text in other.items():
         Path(name).write_bytes(text.encode())
-        found = read_text(name)
+        found = read_prose(name)
         assert not set(held_out(found)) & set(parts["train"]), name
     for name in ("wrapped", "windows"):
-        assert read_text(name) == parts
+        assert read_prose(name) == parts
 
 
 def test_without_blank_lines_each_line_is_a_paragraph(folder):
     lines = [f"page {i} of the book" for i in range(100)]
     Path("lines.txt").write_text("\n" + "\n".join(lines) + "\n\n")
-    parts = read_text("lines.txt")
+    parts = read_prose("lines.txt")
     assert sorted(sum(parts.values(), [])) == sorted(lines) and len(parts) == 3
 
 
@@ -134,7 +141,7 @@ def test_prose_has_words_and_marks(folder):
     for split in data_text.SPLITS:                      # -sig: a byte order mark is no word
         Path(f"prose/{split}.txt").write_text(BOOK, encoding="utf-8-sig")
     fifth = "The cat's old hat , number 4 , was on the mat \u2014 xxxxx ."
-    assert read_text("prose")["valid"][4] == fifth
+    assert read_prose("prose")["valid"][4] == fifth
     corpus = load_corpus("prose")
     assert corpus.vocab.words[-1] == "<unk>"            # no word is rare
     Path("prose/train.txt").write_text(BOOK.replace("number 3", "number three", 2))
@@ -151,8 +158,8 @@ def test_marks_and_apostrophes_belong_to_words(text):
 
 def test_apostrophes_are_one_mark(folder):
     Path("curly.txt").write_text("I don\u2019t know.\n\nI don't know.\n")
-    found = read_text("curly.txt").values()             # equal paragraphs are in one part
-    assert max(found, key=len) == ["I don't know ."] * 2
+    found, = read_prose("curly.txt").values()           # equal paragraphs are in one part
+    assert found == ["I don't know ."] * 2
 
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
@@ -274,7 +281,7 @@ def test_a_wrong_path_is_one_line(folder):
         load_corpus("missing.txt")
     Path("short.txt").write_text(" \n\n")
     for path in ("texts", "short.txt"):
-        with pytest.raises(InputError, match=f"{path} has no train or valid or test text; .* a fold"):
+        with pytest.raises(InputError, match=f"{path} has no train text; .* a folder"):
             load_corpus(path)
     for text in ("one line", "the same line\n" * 200, "a line\r" * 500):
         Path("short.txt").write_bytes(text.encode())
@@ -282,4 +289,4 @@ def test_a_wrong_path_is_one_line(folder):
             load_corpus("short.txt")
     Path("new").mkdir()
     Path("new/test.txt").write_text("one line")                     # enough for an evaluation
-    assert read_text("new", splits=("valid", "test")) == {"valid": [], "test": ["one line"]}
+    assert read_prose("new", splits=("valid", "test")) == {"test": ["one line"]}
