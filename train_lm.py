@@ -100,7 +100,7 @@ RECIPES = dict(
 # The flags of --eval_only and of --sample.
 EVALUATION = dict(
     eval_only=([], "evaluate these checkpoints: files, or folders of runs"),
-    data_dir=("", "another text than in the training"),
+    data_dir=("", "another text than in the training of the first network"),
     window=(0, "tokens per window, at most the --context of the networks; 0: their "
             "smallest --context"),
     stride=(0, "tokens between windows; 0: a quarter of --window; the paper uses 1, "
@@ -193,10 +193,11 @@ def evaluate(model, tokens, args, rank, world):
 
 
 def load_network(path, device):
-    """Return the language model of a checkpoint, its vocabulary (a text), and its flags."""
+    """Return the language model of a checkpoint, its Vocabulary, and the flags of its training."""
     checkpoint = common.load(path)
     model = lm_from_checkpoint(checkpoint).to(device)
-    return model, checkpoint["vocab"], checkpoint["args"]
+    vocab = Vocabulary(checkpoint["vocab"].split("\n"))
+    return model, vocab, checkpoint["args"]
 
 
 def load_texts(data_dir, vocab, word, args):
@@ -225,7 +226,8 @@ def load_texts(data_dir, vocab, word, args):
 def evaluate_only():
     """Measure the perplexities of networks on the same texts, in one new file; print a table.
 
-    The text is the text of the training unless --data_dir is given. The numbers of a row:
+    The text is the text that the first network was trained on, unless --data_dir is given. The
+    numbers of a row:
     segment: the clean text, in windows that do not overlap.
     sliding: the clean text, in windows that overlap.
     attacked: the text after the word swap, in windows that overlap. The loss of the inserted words
@@ -239,46 +241,37 @@ def evaluate_only():
 
     args = common.parse(EVALUATION, __doc__)
     rank, world, device = common.start_processes(args.device)
-    common.use_bf16(False, device)              # sets plain float32, without TF32
-    networks = {}                               # {path: model}
-    vocabularies = set()
-    for path in args.eval_only:
-        networks[path], words, trained = load_network(path, device)
-        vocabularies.add(words)
-    if len(vocabularies) > 1:
+    loaded = [load_network(path, device) for path in args.eval_only]
+    models, vocabularies, trainings = zip(*loaded)
+    vocab = vocabularies[0]
+    if any(other != vocab for other in vocabularies):
         raise InputError("the networks have different vocabularies, so you cannot compare "
                          "their perplexities; evaluate them one by one")
-    context = min(model.config.context for model in networks.values())
+    context = min(model.config.context for model in models)
     window = args.window or context
     stride = args.stride or max(window // 4, 1)
     if not stride <= window <= context:
         raise InputError(f"--window {window} --stride {stride}: expected stride <= "
                          f"window <= {context}, the --context of the training")
-    if args.limit == 1:
-        raise InputError("--limit 1: expected 2 or more tokens, because the first token "
-                         "is not predicted")
 
     # The swap inserts the paper's word. If the vocabulary does not have this word, it inserts the
     # rarest word, because <unk> would be too easy to predict.
-    vocab = Vocabulary(words.split("\n"))
     known = [word for word in vocab.words if word != UNK]
     word = WORD if WORD in vocab else known[-1]
-    data_dir = args.data_dir or trained.get("data_dir") or pydoc_folder()
+    data_dir = args.data_dir or trainings[0].get("data_dir") or pydoc_folder()
     texts = load_texts(data_dir, vocab, word, args)
 
     path = common.new_results(args.out_dir)
     print0(f"{data_dir} | {path}")
     rows = []
     for split, (clean, attacked, swapped) in texts.items():
-        for network, model in networks.items():
+        for network, model in zip(args.eval_only, models):
             began = time.perf_counter()
             nll = partial(sliding_nll, model, window=window, rank=rank, world=world,
                           progress=f"{split}, {network}")
             sliding = nll(clean, stride=stride)
             moved = nll(attacked, stride=stride)
-            segments = sliding                  # without overlap if stride equals window
-            if stride < window:
-                segments = nll(clean, stride=window)
+            segments = nll(clean, stride=window)
             unknown = 100 * float((clean == vocab[UNK]).mean())
             row = dict(network=network, data=str(data_dir), measure=split,
                        window=window, stride=stride, seed=args.seed, word=word,
@@ -300,17 +293,18 @@ def sample_only():
     """Write a text with a checkpoint."""
     args = common.parse(SAMPLING, __doc__)
     _, _, device = common.start_processes(args.device)
-    model, words, _ = load_network(args.sample, device)
-    print0(sample(model, Vocabulary(words.split("\n")), args, device))
+    model, vocab, _ = load_network(args.sample, device)
+    print0(sample(model, vocab, args, device))
 
 
 def sample(model, vocab, args, device):
     """Return --prompt and the next --words words as prose. The same seed gives the same text."""
-    # The prompt begins with an <eos>, like each line of the training, and does not end with one.
     lines = plain(args.prompt).split("\n")
     lines = [separate_words(line, known=vocab) for line in lines]
-    prompt = vocab.encode_lines(["", *lines])[:-1].astype("int64")
-    prompt = torch.from_numpy(prompt)[None].to(device)
+    ids = torch.from_numpy(vocab.encode_lines(lines).astype("int64"))
+    # Move the last <eos> to the front. So the first line follows an <eos>, as in the training, and
+    # the sample continues the last line.
+    prompt = ids.roll(1)[None].to(device)
     generator = torch.Generator(device).manual_seed(args.seed)
     with eval_mode(model):
         ids = model.generate(prompt, args.words, generator=generator)[0, 1:]

@@ -287,11 +287,11 @@ def sliding_nll(model, tokens, window, stride, batch_size=64, rank=0, world=1,
     Source: Teo & Nguyen 2024, App. A.4; `IDSIA/lmtool-fwp:src/eval_sliding_window.py` (stride 1).
     """
     M = len(tokens) - 1                                                         # targets
+    if M < 1:
+        raise InputError(f"a text to score has {len(tokens)} tokens, expected 2 or more: "
+                         "the first token is not predicted")
     window = min(window, M)
     stride = min(stride, window)
-    if stride < 1:
-        raise ValueError(f"stride {stride}, {len(tokens)} tokens: expected a stride of "
-                         f"1 or more, and 2 tokens or more")
     later_starts = stride * torch.arange(1, (M - window) // stride + 1)
     targets_left = M - window - stride * len(later_starts)      # for the last window
     last_length = window if stride < window else targets_left

@@ -200,12 +200,14 @@ def test_a_short_run_has_a_short_warmup():
 
 
 def test_an_evaluation_has_the_text_of_the_training():
-    train(SMALL, "--out_dir a --steps 1")
-    train("--eval_only a --out_dir b")
+    """The first of several networks decides."""
     shutil.copytree("text", "other")
-    train("--eval_only a --data_dir other --out_dir c")
-    for folder, path in (("b", "text"), ("c", "other")):
-        assert {row["data"] for row in common.read_log(f"{folder}/results.jsonl")} == {path}
+    for name, folder in (("a", "text"), ("b", "other")):
+        train(SMALL, f"--data_dir {folder} --out_dir {name} --steps 1")
+    for given, path in (("a b", "text"), ("b a", "other"), ("a --data_dir other", "other")):
+        train("--eval_only", given, "--out_dir", path + given[0])
+        rows_found = common.read_log(f"{path}{given[0]}/results.jsonl")
+        assert {row["data"] for row in rows_found} == {path}
 
 
 def test_flags_that_do_not_exist_are_errors():
@@ -252,7 +254,8 @@ def test_mistakes_of_an_evaluation_are_one_line():
     train(SMALL, "--out_dir a --steps 1")
     for given in ("--window 17", "--stride 17"):
         assert "expected stride <= window <= 16" in bad("--eval_only a", given)
-    assert "--limit 1: expected 2 or more" in bad("--eval_only a --limit 1")
+    assert "expected 2 or more" in bad("--eval_only a --limit 1 --out_dir b")
+    assert "a has no valid or test text" in bad("--eval_only a --data_dir a")
     assert "a contains a run" in bad(SMALL, "--out_dir a")
     assert not Path("out").exists()
 
@@ -287,12 +290,18 @@ def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):
     assert common.load("a")["step"] == 1 and rb"\u03" in out.buffer.getvalue()
 
 
-def test_an_evaluation_has_no_tf32(monkeypatch):
-    train(SMALL, "--out_dir a --steps 1")
-    wanted = []
-    monkeypatch.setattr(common, "use_bf16", lambda amp, device: wanted.append(amp))
+def test_an_evaluation_computes_in_float32(monkeypatch):
+    """The training computed in bf16, and this program has switched TF32 on."""
+    train(SMALL, "--out_dir a --steps 1 --amp")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    found, real = [], train_lm.sliding_nll
+
+    def sliding_nll(*args, **how):
+        found.append((torch.is_autocast_enabled("cpu"), torch.backends.cudnn.allow_tf32))
+        return real(*args, **how)
+    monkeypatch.setattr(train_lm, "sliding_nll", sliding_nll)
     train("--eval_only a")
-    assert wanted == [False]
+    assert set(found) == {(False, False)}
 
 
 def main_on_own_data():
