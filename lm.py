@@ -51,23 +51,20 @@ class LMConfig:
     mlp_dim: int = 2048
     attn: str = "softmax"             # a name in attention.ATTENTIONS or LAYER_PATTERNS
     rpc_layers: tuple = (0, 1, 2, 3)  # layers with RPC-Attention, counted from 0
-    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, ...: see SelfAttention.
-                                      # mu_over, the tokens in mean|k|: "seen" (tokens 0 to t),
-                                      # "token" (only t), or "all", which reads the future
+    pap: dict = field(default_factory=dict)     # n_iter, lambd, form, mu_over: see SelfAttention;
+                                      # with mu_over="all" the model reads the future
     dropout: float = 0.1              # rate after the embedding, after attention, twice in the MLP,
                                       # and on the last hidden state
     cutoffs: tuple = ()               # first id of each cluster of rare words, in the paper
                                       # (20000, 40000, 200000); (): softmax over all words
 
     def __post_init__(self):
-        self.pap = dict(mu_over="seen") | self.pap
         complete_attention(self)
         self.cutoffs = tuple(self.cutoffs)              # equal configs, also if made from lists
-
-    @property
-    def reads_the_future(self):
-        """True if PAP's mu uses later tokens, with an attention that has PAP."""
-        return self.pap["mu_over"] == "all"
+        for low, high in pairwise((0, *self.cutoffs, self.vocab_size)):
+            if low >= high:
+                raise InputError(f"cutoffs {self.cutoffs}: expected increasing ids "
+                                 f"from 1 to {self.vocab_size - 1}")
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -173,12 +170,8 @@ class LM(nn.Module):
         temperature: above 0; divides the log-probabilities. generator: a torch.Generator on the
         device of tokens. Earlier results cannot be reused, because positions count from the end.
         """
-        c = self.config
-        if c.reads_the_future:
-            raise InputError("mu_over='all' lets the model read the future, so it cannot "
-                             "write a text; expected mu_over='seen' or 'token'")
         for _ in range(num_tokens):
-            hidden = self.hidden(tokens[:, -c.context:])[:, -1]
+            hidden = self.hidden(tokens[:, -self.config.context:])[:, -1]
             scores = self.log_probs(hidden) / temperature                # (B, V)
             word = torch.multinomial(scores.softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, word], 1)
@@ -198,8 +191,8 @@ def depends_on_later_words(model):
     """Return whether the hidden state of a word depends on later words, by running the model.
 
     The model reads two texts that agree in the first half and differ in every later word. The
-    hidden states of the first half must agree, up to rounding. (mu_over="all" changes them only if
-    S is not zero, which can need some training.)
+    hidden states of the first half must agree, up to rounding. PAP with mu_over="all" is found only
+    if S is not zero, which can need some training.
     """
     c = model.config
     if c.context < 2:

@@ -37,8 +37,6 @@ import time
 import zlib
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import torch
@@ -61,9 +59,9 @@ SETTINGS = dict(
     context=(0, "tokens per window; 0: set by --model"),
     attn=("rpc", "see below"),
     rpc_layers=("0", "layers with RPC-Attention, from 0 on: 0 or 0,1,2 or 0-3 or all"),
-    mu_over=("seen", "compute PAP's mu for token t from tokens 0 to t (seen), from t "
-             "alone (token), or from the whole window like the paper (all); with all, "
-             "the model reads the future", ("seen", "token", "all")),
+    mu_over=("seen", "compute PAP's mu for token t from tokens 0 to t (seen), or from "
+             "t alone (token); the paper's mu, from all tokens, reads the future: see "
+             "studies/leak.py", ("seen", "token")),
     cutoffs=("", "adaptive softmax, whose clusters of words start at these ids, for "
              "example 20000,40000,200000; without this flag the full softmax"),
     dropout=(0.1, "dropout rate", SHARE),
@@ -152,31 +150,6 @@ def get_args():
     args.out_dir = args.out_dir or f"out/{name}_{args.attn}"
     common.check_new_run(args.out_dir)
     return args, {}
-
-
-def parse_cutoffs(text, vocab_size):
-    """Turn the value of --cutoffs into a tuple. InputError unless the ids increase."""
-    words = text.split(",") if text else []
-    if all(word.isdecimal() for word in words):
-        ids = [0, *map(int, words), vocab_size]
-        if all(low < high for low, high in pairwise(ids)):
-            return tuple(ids[1:-1])
-    raise InputError(f"--cutoffs {text}: expected increasing ids from 1 to "
-                     f"{vocab_size - 1}, such as 100,1000")
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-def train_batches(tokens, args, start, stop, device, rank, world):
-    """Yield windows of the text, (b, context + 1) int64 on the device, for each step.
-
-    Process `rank` gets a contiguous part of the batch, b = batch_size / world windows.
-    """
-    b = args.batch_size // world
-    for step in range(start, stop):
-        windows = random_windows(tokens, step, args.batch_size, args.context, args.seed,
-                                 part=slice(rank * b, (rank + 1) * b))
-        yield send(windows, device)
 
 
 # --- evaluation and samples -----------------------------------------------------------------------
@@ -358,11 +331,10 @@ def train():
         vocab_size=len(vocab), **size, attn=args.attn, dropout=args.dropout,
         rpc_layers=common.parse_layers(args.rpc_layers, size["depth"]),
         pap=pap | dict(mu_over=args.mu_over),
-        cutoffs=parse_cutoffs(args.cutoffs, len(vocab)))
+        cutoffs=[int(word) for word in args.cutoffs.split(",") if word])
     torch.manual_seed(args.seed)
     model = LM(config).to(device)
-    # With --mu_over all, a model reads the future on purpose. Otherwise later words must be masked.
-    if not config.reads_the_future and depends_on_later_words(model):
+    if depends_on_later_words(model):
         raise InputError(f"--attn {args.attn}: the output for a word depends on later "
                          f"words, expected a causal attention; mask them in "
                          f"attention.py if causal is true")
@@ -405,7 +377,8 @@ def train():
 
     # The loop. --max_steps stops it early, and does not change the schedule of --steps.
     stop = min(args.steps, args.max_steps or args.steps)
-    batches = train_batches(corpus.train, args, first, stop, device, rank, world)
+    b = args.batch_size // world
+    own = slice(rank * b, (rank + 1) * b)       # the windows of this process in every batch
     since = time.perf_counter()
     pending = []                                # loss and norm of each step not yet logged
     steps = bar(range(first, stop), "training", total=stop, initial=first, unit="step")
@@ -414,7 +387,9 @@ def train():
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-        windows = next(batches)
+        windows = random_windows(corpus.train, step, args.batch_size, args.context,
+                                 args.seed, part=own)
+        windows = send(windows, device)                             # (b, context + 1) int64
 
         # Forward and backward. The seed of a step and process determines the masks of dropout, so a
         # resumed run draws the same masks. `net` returns one loss per token.
@@ -455,7 +430,7 @@ def train():
                 metrics = evaluate(model, corpus.valid, args, rank, world)
             found = metrics["perplexity"]
             text = ""
-            if args.words and rank == 0 and not config.reads_the_future:
+            if args.words and rank == 0:
                 text = sample(model, vocab, args, device)
             # Mean |k| and the share of nonzero entries of S in each layer, on a few windows of this
             # batch, show whether RPC acts.

@@ -199,21 +199,19 @@ def test_samples_follow_temperature_and_generator():
     assert torch.equal(first, again)
 
 
-def test_long_windows_and_leaking_samplers_are_errors():
+def test_long_windows_and_unordered_cutoffs_are_errors():
     with pytest.raises(RuntimeError):
         small().hidden(words(T=13))
-    with pytest.raises(InputError, match="mu_over"):
-        small(attn="rpc", rpc_layers=(0,), pap=dict(mu_over="all")).generate(words(), 1)
+    for cutoffs in ((9, 5), (5, 5), (0, 5), (5, 53)):
+        with pytest.raises(InputError, match="expected increasing ids from 1 to 52"):
+            small(cutoffs=cutoffs)
 
 
-def test_your_own_pap_over_all_tokens_leaks(monkeypatch):
-    """It is in every layer and in no layer pattern, so rpc_layers is empty."""
-    monkeypatch.setitem(ATTENTIONS, "mine", ATTENTIONS["rpc"])
-    model = small(attn="mine", pap=dict(mu_over="all"))
-    assert model.config.rpc_layers == () and model.config.reads_the_future
-    with pytest.raises(InputError, match="mu_over"):
-        model.generate(words(), 1)
-    assert not small(attn="mine").config.reads_the_future
+def test_pap_over_all_tokens_is_found():
+    """The flag --mu_over lacks "all"; a model that you build yourself can have it."""
+    for mu_over in ("seen", "all"):
+        model = small(attn="rpc", rpc_layers=(0, 1), gain=50, pap=dict(mu_over=mu_over))
+        assert depends_on_later_words(model) is (mu_over == "all")
 
 
 @pytest.mark.parametrize("cutoffs", [(), (8, 16, 32)])

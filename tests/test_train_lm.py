@@ -240,8 +240,9 @@ def test_an_attention_has_flags_for_its_settings(monkeypatch):
     ("--model tiny", "--model: invalid choice"),
     ("--rpc_layers first", "--rpc_layers first: expected"),
     ("--rpc_layers 4", "--rpc_layers 4: expected layers from 0 to 3"),
-    ("--cutoffs 9,5", "--cutoffs 9,5: expected increasing ids"),
-    ("--cutoffs 5,9999", "expected increasing ids"), ("--cutoffs x", "--cutoffs x: expected"),
+    ("--cutoffs 9,5", "cutoffs (9, 5): expected increasing ids"),
+    ("--cutoffs 5,9999", "expected increasing ids"),
+    ("--attn symmetric --mu_over all", "--mu_over: invalid choice: 'all'"),
     ("--context 9999", "has only 681 tokens"),
     ("--context 1", "context=1, expected 2 tokens or more"),
     ("--data_dir nowhere", "--data_dir nowhere does not exist")])
