@@ -37,7 +37,6 @@ MAX_LOGITS = 2 ** 28                      # of a full softmax in one piece: 1 Gi
 CHUNK = dict(cpu=2 ** 20, cuda=2 ** 25)   # logits per chunk: fit a CPU's cache; 128 MiB on a GPU
 MIN_ROWS = 64                             # at least this many rows per chunk: each chunk computes a
                                           # gradient of all of W
-IGNORED = 2 ** 31                         # replaces PyTorch's -100, so that no target is ignored
 
 
 @dataclass
@@ -120,18 +119,17 @@ class LM(nn.Module):
                           causal=True, num_tokens=c.context, qkv_bias=False, proj_bias=False)
             self.blocks.append(block)
         self.bias = nn.Parameter(torch.zeros(c.vocab_size))
-        # Draw weights with std 0.02, and mean 1 in norms, else 0. Biases are 0. Parameters that an
-        # attention defines itself, such as S of Scaled Attention, stay unchanged.
+        # Draw weights with std 0.02 around 0, and around 1 in norms. Biases are 0. Parameters that
+        # an attention defines itself, such as S of Scaled Attention, stay unchanged.
         for m in self.modules():
             if isinstance(m, AdaptiveSoftmax):
                 nn.init.normal_(m.cluster_weight, 0.0, 0.02)
-            elif isinstance(m, (nn.Linear, nn.Embedding, nn.LayerNorm)):
-                mean = 0.0
-                if isinstance(m, nn.LayerNorm):
-                    mean = 1.0
-                nn.init.normal_(m.weight, mean, 0.02)
-                if getattr(m, "bias", None) is not None:        # an Embedding has no bias
-                    nn.init.zeros_(m.bias)
+            if isinstance(m, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(m.weight, 0.0, 0.02)
+            if isinstance(m, nn.LayerNorm):
+                nn.init.normal_(m.weight, 1.0, 0.02)
+            if isinstance(m, nn.Linear) and m.bias is not None:
+                nn.init.zeros_(m.bias)
 
     def hidden(self, tokens):
         """Return the last hidden states: (B, T) int64, T from 1 to `context` -> (B, T, C)."""
@@ -196,8 +194,8 @@ def depends_on_later_words(model):
     """
     c = model.config
     if c.context < 2:
-        raise InputError(f"context={c.context}, expected 2 tokens or more: with 1 token there is "
-                         f"no earlier word to attend to")
+        raise InputError(f"context={c.context}, expected 2 tokens or more: with 1 token "
+                         "there is no earlier word to attend to")
     half = c.context // 2
     generator = torch.Generator().manual_seed(0)        # leaves PyTorch's own generator alone
     text = torch.randint(c.vocab_size, (2, c.context), generator=generator)
@@ -268,11 +266,11 @@ def linear_nll(h, W, b, t):
     """Compute the cross-entropy of the logits h W^T + b and targets t.
 
     h (..., C), W (V, C), b (V,), t (...) -> (...), in float32 or better.
-    A target that is no word is an error. (By default, PyTorch ignores the target -100: its loss is
-    0.)
+    A target that is no word is an error.
     """
     logits = at_least_float32(F.linear(h, W, b)).flatten(0, -2)                  # (N, V)
-    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=IGNORED)
+    ignored = 2 ** 31       # no target. With PyTorch's default, a target of -100 has the loss 0.
+    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=ignored)
     return nats.view(t.shape)
 
 
@@ -282,8 +280,8 @@ def chunked_nll(h, W, b, t):
     The logits of one batch of the paper take 26 GB. This function computes them in chunks of rows,
     and again in the backward pass. N may be 0.
     """
-    # W is cast inside the checkpoint, so each chunk returns a gradient in W's own dtype. The
-    # gradients of all chunks are then summed in float32, not in bf16.
+    # In autocast, each call of nll casts W to bf16, and casts the gradient of W back to float32. So
+    # the gradients of the chunks are added in float32.
     def nll(h, t):
         return linear_nll(h, W, b, t)
 

@@ -57,7 +57,7 @@ SETTINGS = dict(
     # the model
     model=("mini", "size of the transformer", tuple(LM_SIZES)),
     context=(0, "tokens per window; 0: set by --model"),
-    attn=("rpc", "see below"),
+    attn=("rpc", "attention; rpc: RPC-Attention in --rpc_layers, symmetric elsewhere"),
     rpc_layers=("0", "layers with RPC-Attention, from 0 on: 0 or 0,1,2 or 0-3 or all"),
     mu_over=("seen", "compute PAP's mu for token t from tokens 0 to t (seen), or from "
              "t alone (token); the paper's mu, from all tokens, reads the future: see "
@@ -69,7 +69,8 @@ SETTINGS = dict(
     steps=(2000, "length of the training and of its schedule", ONE_OR_MORE),
     batch_size=(16, "windows per step of all processes", ONE_OR_MORE),
     lr=(2e-3, "Adam's highest learning rate; there is no weight decay"),
-    warmup=(100, "steps of linear warm-up; half of --steps if --steps is not larger"),
+    warmup=(100, "steps of linear warm-up; a run that is not longer than these steps "
+            "warms up in its first half"),
     clip=(0.25, "scale larger gradients down to this norm; 0: never"),
     # the run
     eval_every=(250, "evaluate and save after this many steps", ONE_OR_MORE),
@@ -126,8 +127,7 @@ def make_table(chosen):
     """Return the table of flags for chosen flags, {name: value}, among them data and attn."""
     table = common.with_recipe(SETTINGS, RECIPES[chosen["data"]])
     attn = chosen["attn"] or table["attn"][0]
-    table["attn"] = (attn, "attention; rpc: RPC-Attention in --rpc_layers, symmetric "
-                     "elsewhere", attentions())
+    table["attn"] = (attn, table["attn"][1], attentions())
     first = dict(
         data=(chosen["data"], "data set; without this flag folder, your own text, if "
               "--data_dir is given, else pydoc", sorted(RECIPES)),

@@ -2,9 +2,9 @@
 
 A text has three parts: train, valid and test. A path names one of these layouts:
 
-    folder with wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens    WikiText: words as they are
-    folder with train.txt, valid.txt, test.txt                            prose
-    one file of prose                       the words of a paragraph decide in which part it is
+    folder with wiki.train.tokens, wiki.valid.tokens, wiki.test.tokens: words as in the files
+    folder with train.txt, valid.txt, test.txt: prose
+    one file of prose: the words of a paragraph decide in which part it is
 
 An <eos> follows every line, also a blank line (`IDSIA/lmtool-fwp:src/utils/vocabulary.py`). A
 paragraph of prose becomes one line.
