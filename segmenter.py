@@ -338,7 +338,7 @@ def backbone_settings(config):
 
 
 def load_encoder(model, classifier):
-    """Copy the weights of a classifier into a Segmenter's encoder, without the parts that it lacks.
+    """Copy the weights of a classifier into a Segmenter's encoder, without its head.
 
     The Segmenter has the settings of `backbone_settings(classifier.config)`; with others, it
     computes something else from the same weights.

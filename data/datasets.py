@@ -101,7 +101,7 @@ DATASETS = dict(shapes=shapes, cifar10=cifar10, imagenet=imagenet, folder=folder
 
 def load_part(part, args, device, classes=None):
     """Load a part of the data set args.data: a Split on the device, or a Dataset of files."""
-    if args.data in ("imagenet", "folder") and not args.data_dir:
+    if args.data in ("cifar10", "imagenet", "folder") and not args.data_dir:
         raise InputError(f"--data {args.data} needs --data_dir, the folder of the images")
     data = DATASETS[args.data](part, args, device, classes)
     if isinstance(data, Split):

@@ -201,7 +201,7 @@ def files_by_name(folder, endings):
 # --- the parts and classes of your own masks ------------------------------------------------------
 
 def own_masks(root):
-    """Divide your own masks: {part: [(image path, mask path)]}. Prints `print_parts`.
+    """Divide your own masks: {part: [(image path, mask path)]}. Prints the counts.
 
     PART_OF has the names of the parts' folders in images/ and annotations/. Without a folder for
     train, the training images are in images/ itself. `divide` draws the parts without a folder.
@@ -215,12 +215,14 @@ def own_masks(root):
     mask_of = {}                                # {image path: mask path}
     for pairs in folders.values():
         mask_of |= pairs
-    known = {*mask_of.keys(), *mask_of.values()}
+    known = set(mask_of.keys()) | set(mask_of.values())
     files = files_below(Path(root, "images")) + files_below(Path(root, "annotations"))
     others = [path for path in files if path not in known]
     print_parts(root, parts, {"copies": list(copies), "other files": others})
-    return {part: [(image, mask_of[image]) for image in images]
-            for part, images in parts.items()}
+    divided = {}
+    for part, images in parts.items():
+        divided[part] = [(image, mask_of[image]) for image in images]
+    return divided
 
 
 def class_names(args, classes, trees, first):
@@ -234,7 +236,7 @@ def class_names(args, classes, trees, first):
         add_values(values, tree.values)
     found = sorted(value for value in values if first <= value < IGNORE)
     needed = 2
-    if classes and IGNORE not in values:        # an evaluation, whose masks may lack classes
+    if classes and IGNORE not in values:        # in an evaluation, classes may be missing
         needed = 1
     if len(found) < needed:
         raise InputError(f"{args.data_dir}: the masks have the values {sorted(values)}; "
@@ -249,15 +251,16 @@ def class_names(args, classes, trees, first):
         names = list(classes)
     elif args.data == "camvid" and args.num_classes == len(CAMVID_CLASSES):
         names = CAMVID_CLASSES
+    elif args.num_classes:
+        names = [f"class {k}" for k in range(args.num_classes)]
     else:
-        count = args.num_classes or largest + 1 - first
-        names = [f"class {k}" for k in range(count)]
         missing = set(range(first, largest)).difference(found)
-        if missing and not args.num_classes:
+        if missing:
             raise InputError(f"no mask has the value {min(missing)}, but "
                              f"{values[largest][1]} has {largest}; expected all values "
                              f"from {first} to the largest, and 255 where no class is; "
                              f"or list all classes in {path}")
+        names = [f"class {k}" for k in range(len(found))]
     if largest >= first + len(names):
         raise InputError(f"{values[largest][1]} has the value {largest}; expected the "
                          f"classes {first} to {first + len(names) - 1}, and 255 where "

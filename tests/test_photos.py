@@ -18,6 +18,7 @@ import train_cls
 from common import InputError
 from data.datasets import data_crc, load_part
 from data.images import own_photos, part_of, read_image
+from fixtures import ROOT
 from runs import call, refused
 
 CLASSES = ["cat", "dog", "owl"]
@@ -252,3 +253,10 @@ def test_somebodys_photos_are_evaluated_under_all_corruptions(capsys):
     make("other", 8, classes=["cat", "yak"])
     assert "has photos of the classes ['cat', 'yak'], expected cat, dog, owl" in refused(
         eval_robust, "--ckpt out/folder_symmetric --data_dir other --device cpu")
+
+
+def test_an_evaluation_of_photos_needs_their_folder():
+    for data in ("folder", "imagenet", "cifar10"):
+        line = refused(eval_robust, "--device cpu --measures clean --data", [data], "--ckpt",
+                       [ROOT / "weights/shapes_rpc.pt"])
+        assert line == f"error: --data {data} needs --data_dir, the folder of the images"
