@@ -109,6 +109,7 @@ def test_evaluate_rejects_wrong_calls():
     for net, images, labels, attack, words in (
             (model, x, y + 20, {}, "labels are"),
             (model, x, y[:, None], {}, "labels are"), (model, x, one_hot, {}, "labels are"),
+            (model, x, y, {"worst": darken}, "an attack has the name clean or worst"),
             (nan_where_dark, x, y, {"a": darken}, "not finite"),
             (trained_network(4)[0].train(), x, y, {}, "train mode")):
         with pytest.raises(ValueError, match=words):
