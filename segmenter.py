@@ -340,9 +340,9 @@ def backbone_settings(config):
 def load_encoder(model, classifier):
     """Copy the weights of a classifier into a Segmenter's encoder.
 
-    The head, and the class token and class blocks of a FAN, are left out. The
-    Segmenter must have the settings of `backbone_settings(classifier.config)`: with other settings,
-    it computes something else from the same weights.
+    The head, and the class token and class blocks of a FAN, are left out. The Segmenter must have
+    the settings of `backbone_settings(classifier.config)`: with other settings, it computes
+    something else from the same weights.
     """
     own = model.encoder.state_dict()
     weights = {name: weight for name, weight in classifier.state_dict().items() if name in own}

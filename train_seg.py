@@ -111,6 +111,7 @@ RECIPES = dict(
     folder=dict(epochs=(0, "length of the training; 0: 3,000 steps, 8 to 400 epochs"),
                 patch_size=8, eval_every=10, attn="symmetric"),
 )
+
 # The flags of --eval_only, besides those that name the data.
 EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "device")} | dict(
     severities=([1, 2, 3, 4, 5], "severities of the corruptions; without a number "

@@ -153,8 +153,8 @@ def print_parts(root, parts, passed):
         print0("there is no folder test, so val is the test")
     n = len(set().union(*parts.values()))               # a set, because val can be the test
     if parts["train"] and n < 50:
-        print0(f"{n} images are few, so a part can be empty; make the folders train, val "
-               f"and test")
+        print0(f"{n} images are few: without the folders train, val and test, a part can be "
+               f"empty")
 
 
 def entries(folder):
