@@ -291,7 +291,7 @@ ATTENTIONS = {
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# Names in pap that are no flags of the image trainers: keywords of rpc_attention.
+# More names in pap: keywords of rpc_attention that the image trainers have no flags for.
 PAP_NAMES = ("threshold", "mu_dim", "dual_sign", "mu_over", "shrink")
 # A value of --attn is a pattern in this table, (attention in rpc_layers, in all other layers), or a
 # name in ATTENTIONS, which then holds for all layers. If both tables have it, it is a pattern.
@@ -332,7 +332,7 @@ def complete_attention(config):
     """Check attn, rpc_layers and pap of a ViTConfig or LMConfig, and complete them in the config.
 
     rpc_layers becomes a sorted tuple, which is empty if attn is no layer pattern. pap gets the
-    default settings that it lacks.
+    missing default settings.
     """
     check_choice("attn", config.attn, ATTENTIONS | LAYER_PATTERNS)
     settings = default_settings(config.attn)
@@ -419,7 +419,7 @@ class SelfAttention(nn.Module):
         """Return the PAP steps on x (B, N, C), a list of dict(S, K2, Q2, L); [] without PAP."""
         steps = []
         with every_pap(self, trace=steps):
-            self.forward(x)     # self(x) would call hooks, such as those of layer_inputs
+            self.forward(x)     # self(x) would call the hooks of layer_inputs, too
         return steps
 
 

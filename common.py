@@ -58,7 +58,7 @@ def run(main):
     # Numbers below 1e-38 become 0, because a CPU computes with them slowly (docs/data.md).
     # DataLoader workers inherit this setting.
     torch.set_flush_denormal(True)
-    # Print a letter that the terminal's encoding lacks as an escape, such as \u03bb.
+    # If the terminal's encoding does not have a letter, print an escape, such as \u03bb.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -94,7 +94,7 @@ RECIPES = dict(
         data_dir=("data/cifar10", DATA_DIR),
         download=(False, "download CIFAR-10 into --data_dir"),
         model="micro", lr=1e-3, pad=4, flip=True),
-    # The paper's training, 300 epochs on 4 GPUs. We have not run it. Accuracy in the paper: rpc
+    # The paper's training, 300 epochs on 4 GPUs. We did not run it. Accuracy in the paper: rpc
     # 70.94 %, symmetric 70.44 %. lr = 5e-4 * batch_size / 512.
     imagenet=dict(
         data_dir=("data/imagenet", DATA_DIR),

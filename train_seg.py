@@ -74,7 +74,7 @@ SETTINGS = dict(
     eval_every=(2, "epochs between evaluations", ONE_OR_MORE),
 ) | common.RUNNING | dict(
     out_dir=("", "folder of the run; without this flag out/seg_<data>_<attn>"))
-# The flags of an encoder that starts from random weights, besides PAP's.
+# The flags of an encoder that starts from random weights; PAP's flags are added below.
 ENCODER_SIZES = [name for name, (architecture, _) in SIZES.items() if architecture in ENCODERS]
 ENCODER = dict(
     model=("nano", "size of the encoder, a ViT or a FAN", ENCODER_SIZES),
@@ -112,7 +112,7 @@ RECIPES = dict(
                 patch_size=8, eval_every=10, attn="symmetric"),
 )
 
-# The flags of --eval_only, besides those that name the data.
+# The flags of --eval_only. evaluation_table adds the flags that name the data.
 EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "device")} | dict(
     severities=([1, 2, 3, 4, 5], "severities of the corruptions; without a number "
                 "clean images only", (1, 5)),

@@ -192,8 +192,8 @@ def warp(images, which, strength, sign):
     zero = torch.zeros_like(sign)
     one = torch.ones_like(sign)
     # The positions p (across) and q (down) go from -1 to 1. A row (a, b, c, d, e, f) reads at
-    # (a p + b q + c, d p + e q + f). As in PIL, ShearX does not move the first row (q = -1),
-    # and ShearY does not move the first column (p = -1).
+    # (a p + b q + c, d p + e q + f). ShearX does not move the first row (q = -1), and
+    # ShearY does not move the first column (p = -1), as in PIL.
     maps = [(cos, -sin * tall, zero, sin / tall, cos, zero),        # Rotate
             (one, shear * tall, shear * tall, zero, one, zero),     # ShearX
             (one, zero, zero, shear / tall, one, shear / tall),     # ShearY

@@ -140,7 +140,7 @@ def read_mask(path):
         bits = np.fromfile(path, np.uint8, 25)[24]      # a PNG's byte 24: bits per value
     except Exception as error:                          # Pillow raises many types
         raise InputError(f"cannot read {path}: {error}") from None
-    # Pillow scales grey values of fewer bits to 0 to 255, so they are no classes any more.
+    # Pillow scales grey values of fewer bits to 0 to 255, so the values in the file are lost.
     if mode != "P" and (mode, bits) != ("L", 8):
         raise InputError(f"{path} has the mode {mode} and {bits} bits per value, expected "
                          f"a PNG of one channel (mode P, or mode L with 8 bits); save "

@@ -290,8 +290,8 @@ def fab_step(s, model, targets):
     x = (1 - weight0) * (x + OVERSHOOT * move) + weight0 * (x0 + OVERSHOOT * move0)
     x = x.clamp(0, 1).view_as(s.x)
 
-    # Keep the nearest point that fools the model. If the new point fools the model, continue from
-    # a point a tenth of the way back to x0; otherwise continue from the new point.
+    # Keep the nearest point that fools the model. If the new point fools the model, go a tenth
+    # of the way back to x0 and continue there; otherwise continue from the new point.
     fooled = model(x).argmax(1) != s.labels
     away = (x - s.x0).abs().amax((1, 2, 3))
     nearer = fooled & (away < s.distance)
@@ -353,7 +353,7 @@ HALVE_AFTER = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)      # queries
 def random_square(place, query, H, W):
     """Return the mask of a square, (B, 1, H, W) bool, which shrinks as the queries grow.
 
-    place: (B, 2) in [0, 1), the corner. As in the source, the last row and column stay free.
+    place: (B, 2) in [0, 1), the corner. The last row and column stay free, as in the source.
     """
     halvings = sum(query > limit for limit in HALVE_AFTER)
     share = 0.8 / 2 ** halvings                                             # of the area
@@ -374,7 +374,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
                surrogates=(), seed=0, index=None):
     """Run APGD-CE, APGD-T, FAB-T and Square, each on the images that are still robust.
 
-    surrogates: for APGD-CE and APGD-T; the standard version has none. The model needs 4 classes or
+    surrogates: for APGD-CE and APGD-T; none in the standard version. The model needs 4 classes or
     more. Prints how many images are still robust after each stage.
     """
     stages = {"APGD-CE": partial(apgd, steps=steps, surrogates=surrogates),

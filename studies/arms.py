@@ -153,7 +153,7 @@ class Study(NamedTuple):
     primary: tuple = SCENES_PRIMARY
     limit: int = 1000                       # images per measure
     training: tuple = ()                    # flags of train_cls.py for all arms
-    epochs: int = 8                         # of arms that do not state theirs
+    epochs: int = 8                         # of arms without an entry
     alias: dict = {}                        # {name of an arm in the rows: its name here}
 
 

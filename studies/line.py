@@ -207,7 +207,7 @@ def grouped(name, networks):
 
 
 def arm_distances(name, networks, others=()):
-    """Measure the distance of every arm except those that define the line.
+    """Measure the distance of every arm that does not define the line.
 
     Arms are tested if their group is significantly off the line, with Holm's correction over the
     group. Arms without a group are not tested. Returns: {(arm, measure): Difference} and {(arm,

@@ -33,7 +33,7 @@ def key_span(k):
     """Compute the coordinates of k's features in an orthonormal basis of their span."""
     s = log_kernel(k, k)
     n = s.diagonal(dim1=-2, dim2=-1) / 2
-    # psi(k_i).psi(k_j) = U diag(size) U^T, hence row j of U diag(size)^(1/2) is psi(k_j).
+    # psi(k_i).psi(k_j) = U diag(size) U^T, so row j of U diag(size)^(1/2) is psi(k_j).
     size, U = torch.linalg.eigh((s - n[..., :, None] - n[..., None, :]).clamp(max=0).exp())
     size = torch.where(size > 1e-12 * size[..., -1:], size, 0)[..., None, :]
     F = U * size.sqrt()

@@ -219,8 +219,8 @@ def attention_of(config):
 def pursuit(k, v, low_rank, n_iter, centred):
     """Run the loop of robust PCA with another line 4; return S.
 
-    low_rank(x, v, mu): line 4, which computes L. Order, threshold, mu and the sign of Z are those
-    of robust_pca. centred: subtract the mean key first, as robust_pca does.
+    low_rank(x, v, mu): line 4, which computes L. Order, threshold, mu and the sign of Z are as
+    in robust_pca. centred: subtract the mean key first, as robust_pca does.
     """
     K = k - k.mean(-2, keepdim=True) if centred else k
     mu = penalty(K, mu_dim="head")

@@ -3,7 +3,7 @@
     python -m studies.reproduce.attacks --ckpt out/a out/b --measures clean pgd --eps 6/255
     python -m studies.reproduce.attacks --ckpt weights/shapes_rpc.pt --limit 100    # all measures
 
-The flags are those of eval_robust.py. The conditions of the paper's code (`rachtsy/KPCA_code`):
+The flags are the flags of eval_robust.py. The conditions of the paper's code (`rachtsy/KPCA_code`):
 - An attack changes normalised images z = (x - mean) / std. std is about 0.226, so a budget of 1/255
   changes a pixel by about 0.226/255.
 - z has no bounds, except in cw, square and AutoAttack, which clip z to [0, 1] first.
