@@ -1,16 +1,12 @@
 """Test studies/arms.py: it trains and measures missing runs, and compares rows in tables."""
 
-import json
-import math
 
-import numpy as np
 import pytest
 
 import common
 from common import InputError
 from studies import arms, robust_attentions, stats
-from robust import corruptions
-from test_stats import curve, row
+from test_stats import row
 
 
 @pytest.fixture
@@ -89,46 +85,3 @@ def test_stored_networks_have_the_flags_of_their_arms():
     for arm, config in configs.items():
         own = usual | arms.LINE_ARMS[arm]
         assert {k: (usual | config)[k] for k in usual} == {k: own[k] for k in usual}, arm
-
-
-def made_up(seeds=range(40, 45)):
-    """Yield made-up rows of the criterion.
-
-    symmetric-adv is robust to larger budgets than symmetric, rpc4-l1 to smaller ones only.
-    """
-    middle = {"symmetric": 3, "rpc4-l1": 2, "symmetric-adv": 6}
-    for seed in seeds:
-        for arm, at in middle.items():
-            rng = np.random.default_rng([seed, at])
-            shape = {eps: 1 / (1 + math.exp(eps - at - rng.normal(0, 0.1)))
-                     for eps in (0, 1, 2, 4, 6, 8, 12)}
-            for eps, x in curve(shape, rng=rng).items():
-                line = row(f"{arm}_s{seed}", x > 0, "pgd" if eps else "clean",
-                           **(dict(eps=eps / 255) if eps else {}))
-                yield line
-            for kind in corruptions.NAMES:
-                yield row(f"{arm}_s{seed}", rng.random(1000) < 0.8, "corruptions", type=kind)
-            if seed < 42:
-                yield row(f"{arm}_s{seed}", rng.random(500) < 0.4, "autoattack", eps=4 / 255)
-
-
-def test_criterion_outcomes_are_above_below_open(tmp_path, monkeypatch, capsys):
-    study = arms.STUDIES["criterion"]
-    rows = [stats.row_of(line) for line in made_up()]
-    of = arms.compared(study, "cost-24", rows)
-    said = {arm: arms.pair_outcome(study, "cost-24", of, (arm, "symmetric"))
-            for arm in ("symmetric-adv", "rpc4-l1", "softmax")}
-    assert said == {"symmetric-adv": "above", "rpc4-l1": "below", "softmax": "open"}
-    gap = of.gaps["median budget", "symmetric-adv", "symmetric"]
-    assert gap.mean == pytest.approx(3, abs=0.3) and of.tests == 12
-    keys = [("median budget", arm, "symmetric") for arm in ("symmetric-adv", "rpc4-l1")]
-    for key in keys:
-        assert of.p[key] >= 11 * of.gaps[key].p or of.p[key] == 1
-
-    (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in made_up()))
-    stored = [tmp_path / "results.jsonl"]
-    monkeypatch.setattr(arms, "files", lambda patterns: stored)
-    arms.main(["criterion"])
-    shown = capsys.readouterr().out
-    assert "symmetric-adv minus symmetric: **above**" in shown
-    assert "autoattack 4/255, 500 images" in shown and "median budget" in shown

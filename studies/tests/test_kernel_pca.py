@@ -1,13 +1,11 @@
 """Test studies/kernel_pca.py and probe.py: reference numbers, theory, controls, the command."""
 
 import math
-import sys
 
 import pytest
 import torch
 from torch import nn
 
-import train_cls
 from attention import SelfAttention
 from common import InputError
 from fixtures import ROOT
@@ -208,19 +206,6 @@ def test_equal_keys_give_nan_not_a_ratio():
             assert bad[:, 0, 0].all() and bad.sum() == len(x), (measure, source)
 
 
-def test_csv_of_a_study_is_never_overwritten(tmp_path):
-    path = tmp_path / "gamma.csv"
-    row = dict(run="a", step=1, layer="0", measure="J", source="x W", mean=0.25)
-    probe.write_csv(path, [row])
-    probe.write_csv(path, [dict(row, run="b")])
-    assert [found["run"] for found in probe.read_csv(path)] == ["a", "b"]
-    probe.check_new(path, "a", 2)
-    with pytest.raises(InputError, match="already has rows of run b, step 1"):
-        probe.check_new(path, "b", 1)
-    with pytest.raises(InputError, match="has the columns"):
-        probe.write_csv(path, [dict(run="c", mean=1.0)])
-
-
 def test_second_network_joins_the_first_in_its_csv(tmp_path, capsys):
     def measure_network(name):
         study.main(["--ckpt", str(ROOT / f"weights/shapes_{name}.pt"), "--exp", "eigstats",
@@ -278,37 +263,3 @@ def test_fitted_map_beats_a_random_one(monkeypatch):
             [(p, study.mapped(p, found)[None]) for p in pieces], [(p, p.values["x W"])
                                                                   for p in pieces]))
         assert fitted > random + 0.01, name
-
-
-def test_networks_are_trained_and_measured_in_stages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(study, "TRAINING_STAGES", (0, 1, 2))
-    monkeypatch.setattr(study, "FIT_IMAGES", 50)
-    monkeypatch.setattr(study, "ROUNDS", 1)
-    monkeypatch.setattr(study, "load_test_images", lambda *given:
-                        probe.load_test_images(*given[:2], 3))
-    commands = []
-
-    def small(*words):
-        commands.append(words)
-        few = [] if "--resume" in words else ["--num_images", 64, "--image_size", 16,
-                                              "--patch_size", 2, "--batch_size", 32]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *few)])
-        train_cls.main()
-
-    monkeypatch.setattr(study, "call", small)
-    flags = ["trained", "--networks", "scaled_s", "--seeds", "3", "--out_dir", str(tmp_path)]
-    study.main(flags)
-    shown = capsys.readouterr().out
-    assert [words[-2] for words in commands] == ["--out_dir", "--resume"]
-    assert "eig_cos, v = G a" in shown
-    rows, text = probe.read_csv(tmp_path / "trained.csv"), (tmp_path / "trained.csv").read_text()
-    fits = {row["step"]: {r["source"] for r in rows if r["step"] == row["step"]} for row in rows}
-    assert [("fitted to overlap" in fits[step]) for step in (0, 1, 2)] == [False, False, True]
-    start = study.stage(tmp_path / "scaled_s_s3", "scaled_s", 3, 0)[0]
-    torch.manual_seed(3)
-    fresh = type(start)(start.config)
-    assert all(torch.equal(a, b) for a, b in zip(start.parameters(), fresh.parameters()))
-    study.main(flags)
-    assert len(commands) == 2 and (tmp_path / "trained.csv").read_text() == text
-
-

@@ -33,34 +33,6 @@ def test_training_exploits_mu_over_all_tokens():
     assert abs(leak.train("seen", steps=80)[-1] - math.log(2)) < 2e-3
 
 
-def row(variant, seed, nats, attacked=0.0):
-    test = dict(sliding=math.exp(nats), attacked=math.exp(nats + attacked),
-                attacked_unswapped=math.exp(nats + attacked), clean_unswapped=math.exp(nats))
-    return dict(text="pydoc", variant=variant, seed=seed, steps=10, device="cpu", test=test)
-
-
-def test_differences_are_paired_by_seed():
-    rows = [row("rpc n4", 0, 4.0), row("rpc n4", 1, 4.2), row("rpc n4", 2, 4.1),
-            row("symmetric", 0, 4.1), row("symmetric", 1, 4.4), row("symmetric", 3, 9.0)]
-    d = language.differences(rows, "pydoc")["rpc n4", "symmetric"]
-    assert d.n == 2 and d.mean == pytest.approx(-0.15)
-
-
-@pytest.mark.parametrize("gaps, outcome", [
-    ((-0.20, -0.21, -0.19), "better"), ((0.20, 0.21, 0.19), "worse"),
-    ((0.002, -0.002, 0.001), "equal"), ((-0.20, 0.21, 0.01), "open"), ((-0.20, -0.21), None)])
-def test_outcome_follows_the_plan(gaps, outcome):
-    rows = [row(name, seed, 4.0 + gap * (name == "rpc n4")) for seed, gap in enumerate(gaps)
-            for name in ("rpc n4", "symmetric")]
-    assert language.outcomes(rows, "pydoc").get(("rpc n4", "symmetric")) == outcome
-
-
-def test_attack_effect_excludes_swapped_targets():
-    rows = [row("rpc n4", 0, 4.0, attacked=0.3), row("symmetric", 0, 4.0, attacked=0.1)]
-    d = language.differences(rows, "pydoc", "attack effect")["rpc n4", "symmetric"]
-    assert d.mean == pytest.approx(0.2)
-
-
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
     """Prepare a study of one variant, two steps and a short text; return its flags."""

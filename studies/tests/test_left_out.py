@@ -106,10 +106,3 @@ def test_survivors_only_become_fewer(model, scenes):
     first, second = found.values()
     assert not (second & ~first).any()
     assert first.sum() < len(images)
-
-
-def test_gap_subtracts_seed_by_seed():
-    ones, zeros = torch.full((4,), 100.0).numpy(), torch.zeros(4).numpy()
-    found = {("noise", "oracle"): {0: ones, 1: ones}, ("noise", "as trained"): {1: zeros}}
-    d = left_out.gap(found, "noise", "oracle")
-    assert (d.n, d.mean) == (4, 100)                            # one network: over its images

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from studies import line, stats
+from studies import line
 
 M = "pgd 2/255"
 
@@ -19,28 +19,6 @@ def trained():
     epochs = {"symmetric-e4": 0.4, "symmetric-e8": 0.1, "symmetric-e16": 0.03}
     return [network(arm, seed, loss * (1 + seed / 20)) for arm, loss in epochs.items()
             for seed in range(4)]
-
-
-def test_defence_is_off_the_line():
-    slow = line.distance([network("slow", seed, 0.3) for seed in range(4)], trained(), M)
-    adv = line.distance([network("symmetric-adv", s, 0.1, 20) for s in range(4)], trained(), M)
-    assert slow.low < 0 < slow.high and slow.p > 0.05
-    assert adv.low < 20 < adv.high and adv.p < 0.01
-    r, low, high, bend = line.correlation(trained(), M)
-    assert low < r < high < -0.9 and bend > 0.05
-
-
-def test_points_of_parabola_are_off_a_line():
-    def bent(arm, seed, loss):
-        x = np.log(loss)
-        noise = np.random.default_rng([seed, len(arm)]).normal(0, 0.5)
-        return line.Network(arm, seed, loss, {M: 40 - 15 * x - 3 * x ** 2 + noise})
-
-    losses = {"symmetric-e4": 0.4, "symmetric-e8": 0.1, "symmetric-e16": 0.03}
-    of = [bent(arm, seed, loss) for arm, loss in losses.items() for seed in range(4)]
-    own = [bent("slow", seed, 0.1) for seed in range(4)]
-    straight, parabola = (line.distance(own, of, M, degree) for degree in (1, 2))
-    assert straight.low > 0 and parabola.low < 0 < parabola.high
 
 
 def by_hand(own, of, measure):
@@ -111,24 +89,3 @@ def test_adjusted_differences_equal_a_hand_computation(measure):
     error = (spread * (1 / k + 1 / (len(x) - k) + gap ** 2 / (dx ** 2).sum())) ** 0.5
     d = line.adjusted(networks, "one slope", measure)
     assert (d.mean, d.error, d.df) == pytest.approx((worth, error, len(x) - 3))
-
-
-@pytest.mark.parametrize("loss", [0.01, 2.0])
-def test_nothing_is_tested_beyond_the_line(loss):
-    far = line.distance([network("far", seed, loss, 30) for seed in (5, 6, 7)], trained(), M)
-    assert far.mean == pytest.approx(30, abs=1.5) and np.isnan([far.low, far.high, far.p]).all()
-    assert line.distance([network("near", s, 0.2, 30) for s in (5, 6, 7)], trained(), M).p < 0.01
-
-
-def test_arms_are_tested_after_their_group(monkeypatch):
-    groups = {"off": ("a", "b"), "on": ("c", "d")}
-    monkeypatch.setitem(line.GROUPS, "fresh", groups)
-    monkeypatch.setitem(line.PICTURES, "fresh", (*line.PICTURES["fresh"][:3], (M,)))
-    networks = trained() + [network(arm, seed, 0.2, off) for arm, off in (
-        ("a", -6), ("b", -5), ("c", 0), ("d", 0)) for seed in range(4)]
-    found, p = line.grouped("fresh", networks)
-    assert p["off", M] < 0.01 < p["on", M] and set(p) == {("off", M), ("on", M)}
-    found, p = line.arm_distances("fresh", networks)
-    assert set(p) == {("a", M), ("b", M)}
-    assert p == pytest.approx(stats.holm({key: found[key].p for key in p}))
-    assert "**off**" in line.line_tables("fresh", networks)

@@ -68,26 +68,6 @@ def test_own_S_elsewhere_differs_at_corrupted_patches_only():
     torch.testing.assert_close(under(model, perfect_s.OWN, x, none), model(x))
 
 
-def test_contrasts_are_tested_together():
-    g = torch.Generator().manual_seed(0)
-    found = {}
-    for arm in ("rpc4-l1", "rpc2-all"):
-        for kind in ("clean", *perfect_s.KINDS):
-            for condition in perfect_s.CONTRAST_CONDITIONS:
-                shift = 30 if condition == perfect_s.PERFECT and kind == "white" else 0
-                right = {seed: (100 * torch.rand(40, generator=g) + shift).numpy()
-                         for seed in range(3)}
-                found[arm, kind, condition] = right
-    tested = perfect_s.contrasts(found)
-    assert len(tested) == 20                        # 16 tests, and 4 differences on clean images
-    d, p = tested["rpc4-l1", "white", perfect_s.PERFECT, perfect_s.EMPTY]
-    gaps = [found["rpc4-l1", "white", perfect_s.PERFECT][s].mean()
-            - found["rpc4-l1", "white", perfect_s.EMPTY][s].mean() for s in range(3)]
-    assert d.mean == pytest.approx(sum(gaps) / 3) and d.p <= p <= 16 * d.p
-    assert tested["rpc4-l1", "clean", perfect_s.PERFECT, perfect_s.EMPTY][1] != p
-    assert "| rpc2-all, own S elsewhere minus as trained" in perfect_s.contrast_tables(found)
-
-
 def test_control_leaves_out_as_many_intact_patches():
     model, images, _ = small(**RPC)
     x, hit = corrupt_patches(images, "noise", 2)
@@ -104,26 +84,3 @@ def test_half_of_the_training_images_are_corrupted():
     assert torch.equal(changed, hit)
     white, black = ((x == value).flatten(1).any(1).float().mean() for value in (1, 0))
     assert white == pytest.approx(1 / 6, abs=0.03) and black == pytest.approx(1 / 6, abs=0.03)
-
-
-def test_stored_differences_are_paired_by_seed():
-    found = perfect_s.read_rows()
-    d = perfect_s.gap(found, ("rpc4-l1", "noise", perfect_s.LEFT_OUT),
-                      ("rpc4-l1", "noise", "as trained"))
-    seeds = sorted(found["rpc4-l1", "noise", "as trained"])
-    gaps = [(found["rpc4-l1", "noise", perfect_s.LEFT_OUT][s]
-             - found["rpc4-l1", "noise", "as trained"][s]).mean() for s in seeds]
-    assert d.n == len(seeds) and d.mean == pytest.approx(sum(gaps) / len(gaps))
-    assert len(perfect_s.adjusted(found)) <= 20
-
-
-def test_table_subtracts_empty_S_from_perfect_S():
-    found = perfect_s.read_rows()
-    row = next(line for line in perfect_s.empty_table(found, "rpc2-all").splitlines()
-               if line.startswith(f"| {perfect_s.PERFECT} "))
-    cells = [cell.split()[0] for cell in row.strip("| ").split("|")[1:]]
-    for kind, cell in zip(("clean", *perfect_s.KINDS), cells, strict=True):
-        perfect, empty = (found["rpc2-all", kind, condition]
-                          for condition in (perfect_s.PERFECT, perfect_s.EMPTY))
-        gaps = [(perfect[seed] - empty[seed]).mean() for seed in empty]
-        assert cell == f"{sum(gaps) / len(gaps):+.1f}"

@@ -1,9 +1,7 @@
 """Test studies/pretrained.py: the network, its texts, the truncation, positions and rows."""
 
-import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from common import InputError
 from kpca import attend, kernel_pca, kernel_projections
 from studies import pretrained
 from studies.span import Layer, key_span, query_coordinates
-from studies.stats import paired_t
 from test_kernel_pca import tiny_heads
 from test_kpca import draw
 
@@ -128,33 +125,6 @@ def test_texts_have_one_length_and_one_order(tmp_path):
         pretrained.tokenise(Words(), paragraphs, 64, 4)
 
 
-def made_rows(own, random, best):
-    rows = []
-    for layer in range(2):
-        for source, values in (("learned", own), ("x W", random), ("fitted to EV", best)):
-            rows.append(dict(network="trained", tokens=64, layer=layer, measure="EV",
-                             source=source, texts=[x + layer for x in values],
-                             heads=[x + layer for x in values], highest=[x for x in values]))
-    return pretrained.Rows(rows)
-
-
-def test_position_is_a_ratio_of_means():
-    own, random, best = [0.2, 0.3, 0.7], [0.1, 0.2, 0.3], [1.1, 0.7, 0.9]
-    rows = made_rows(own, random, best)
-    ratio = (np.mean(own) - np.mean(random)) / (np.mean(best) - np.mean(random))
-    d = rows.position("EV")
-    assert d.mean == pytest.approx(100 * ratio) and d.n == 3 and d.low < d.mean < d.high
-    # The interval: bootstrap over texts gives nearly the same error with many texts.
-    g = np.random.default_rng(0)
-    way, whole = 0.1 + 0.05 * g.normal(size=400), 1 + 0.2 * g.normal(size=400)
-    rows = made_rows(way, np.zeros(400), whole)
-    draws = g.integers(400, size=(2000, 400))
-    ratios = 100 * way[draws].mean(1) / whole[draws].mean(1)
-    assert rows.position("EV", 0).error == pytest.approx(ratios.std(), rel=0.1)
-    gap = rows.gap("EV", "learned", "x W")
-    assert gap.mean == pytest.approx(paired_t(way).mean)
-
-
 def test_steps_without_finite_gradient_are_skipped():
     from studies.kernel_pca import fit_values
     layer = Layer(tiny_heads(N=12, D=3))
@@ -166,15 +136,3 @@ def test_steps_without_finite_gradient_are_skipped():
     skipped = []
     W = fit_values(score, [layer], 3, skipped)
     assert W.isfinite().all() and {head for _, head in skipped} == {1} and len(skipped) == 3
-
-
-def test_missing_file_of_the_network_is_named(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="gpt2")))
-    with pytest.raises(InputError, match="has no model.safetensors"):
-        pretrained.load_bert(tmp_path)
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
-    with pytest.raises(InputError, match="model_type = 'gpt2', expected 'bert'"):
-        pretrained.load_bert(tmp_path)
-    with pytest.raises(InputError, match="needs --texts"):
-        pretrained.main(["--weights", str(tmp_path)])

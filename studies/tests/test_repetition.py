@@ -111,16 +111,6 @@ def test_texts_have_n_corrupted_words():
         assert (max(distinct) == 1) == (kind in ("one word", "AAA"))
 
 
-def test_contrast_subtracts_network_by_network():
-    rows = []
-    for seed, area in ((0, 0.5), (1, 0.3)):
-        values = {"same noise": {"6": {ONE: area}}, "fresh noise": {"6": {ONE: 0.9}}}
-        rows.append(dict(data="shapes", network="symmetric", seed=seed, values=values))
-    d = repetition.contrast(rows, "same noise minus fresh noise")
-    assert (d.n, round(d.mean, 6)) == (2, -0.5)
-    assert repetition.contrast(rows, "same noise minus fresh noise", skip=(0,)).n == 1
-
-
 def test_quick_scores_have_one_number_per_token(keys):
     found = repetition.quick_scores(keys, keys)
     assert {ONE, FOUR, MAHALANOBIS, PAP} < found.keys()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import SelfAttention, every_pap
+from attention import every_pap
 from data.shapes import load_shapes
 from kpca import pcp
 from robust import adaptive
@@ -74,40 +74,6 @@ def test_rpca_layer_trains_with_constant_s():
     assert close(torch.autograd.grad(y.sum(), m.qkv.weight)[0], constant)
     assert not torch.allclose(true, constant)
     assert len(m.trace(x)) == 4 and m.pap["lambd"] == 1.0
-
-
-def test_rpca_has_no_causal_or_padded_form():
-    with pytest.raises(ValueError, match="keys of all tokens"):
-        layer("rpca", causal=True)(tokens())
-    with pytest.raises(ValueError, match="keys of all tokens"):
-        rpca_attention(*corrupted_keys(), keep=torch.ones(1, 12, dtype=torch.bool))
-
-
-def test_autocast_does_not_change_robust_pca():
-    k, _ = corrupted_keys()
-    k = k.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        S = robust_pca(k)
-    assert torch.equal(S, robust_pca(k))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_does_not_change_robust_pcas_gradient(compiled):
-    """An attack in training computes its gradient inside autocast. torch.compile traces the
-    backward pass under the autocast of the forward pass."""
-    k, _ = corrupted_keys()
-    k = k.float().requires_grad_()
-    split = torch.compile(robust_pca, backend="aot_eager") if compiled else robust_pca
-    true, = torch.autograd.grad(robust_pca(k, n_iter=2).sum(), k)
-    with torch.autocast("cpu", torch.bfloat16):
-        gradient, = torch.autograd.grad(split(k, n_iter=2).sum(), k)
-    assert torch.equal(gradient, true)
-
-
-def test_rpca_refuses_the_shrink_of_pap():
-    layer = SelfAttention(8, 2, "rpca")
-    with every_pap(layer, shrink=torch.mul), pytest.raises(ValueError, match="shrink"):
-        layer(torch.randn(1, 5, 8))
 
 
 def gradient(model, images, labels):

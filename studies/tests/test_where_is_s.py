@@ -107,43 +107,6 @@ def test_pca_residual_has_the_smallest_singular_values():
             assert (left[8 - r:] < 1e-9).all()
 
 
-def test_primary_difference_is_paired_by_seed():
-    rows = []
-    for seed, (robust, pap) in enumerate([(0.9, 0.2), (0.8, 0.3), (0.7, 0.1)]):
-        values = {}
-        for kind in ("noise", "adversarial"):
-            values[f"{kind}: AUC of {where_is_s.ROBUST}"] = robust
-            values[f"{kind}: AUC of {where_is_s.PAP}"] = pap
-        rows.append(dict(network="rpc", step=9, seed=seed, values=values))
-    long = dict(rows[0], epochs=24, step=27)
-    groups = where_is_s.over_seeds([*rows, long])
-    d, p = where_is_s.primary(groups["rpc", 9])["noise"]
-    assert d.n == 3 and d.mean == pytest.approx(0.6) and p == pytest.approx(min(1, 2 * d.p))
-    assert ("rpc, 24 epochs", 27) in groups
-
-
-def test_tables_have_intervals_of_every_score():
-    rows = []
-    for seed in range(3):
-        values = {}
-        for kind in where_is_s.PRIMARY_KINDS:
-            for i, score in enumerate(where_is_s.SCORES):
-                values[f"{kind}: AUC of {score}"] = 0.1 * i + 0.05 * seed
-                name, comma, detail = score.partition(", ")
-                measure = f"{kind}: rank correlation of {name} and |k|{comma}{detail}"
-                values[measure] = 0.5 - 0.05 * seed
-        rows.append(dict(network="rpc", step=9, seed=seed, values=values))
-    old = dict(rows[0], network="old", values={"noise: AUC of S, step 4": 0.3})
-    groups = where_is_s.robust_groups(where_is_s.over_seeds([*rows, old]))
-    assert list(groups) == ["rpc"]
-    text = where_is_s.robust_tables(groups)
-    half = 4.303 * 0.05 / 3 ** 0.5                              # t of 2 degrees of freedom
-    assert f"| {where_is_s.PAP}" in text
-    assert f"0.35 ({0.35 - half:.2f} to {0.35 + half:.2f})" in text
-    assert f"0.45 ({0.45 - half:.2f} to {0.45 + half:.2f})" in text      # rank correlations
-    assert "## rpc: 3 networks" in text and "p, Holm" in text
-
-
 def save(path, seed, step, **config):
     model, *_ = small(10 * step + seed, **config)
     args = dict(seed=seed, data="shapes", init_from=None, num_images=16)

@@ -93,37 +93,3 @@ def test_resized_keys_have_the_wanted_size():
     sizes = which_part.size(changed)
     assert torch.allclose(sizes[:, :2].mean(1), 1.4 * sizes[:, 2:].mean(1))
     assert torch.equal(changed[:, :, 0], k[:, :, 0]) and torch.equal(changed[:, :, 3:], k[:, :, 3:])
-
-
-def made_up_rows():
-    """Return rows of three seeds per network whose AUCs follow from the name of the measure."""
-    template = which_part.common.read_log(which_part.ROWS)[0]["values"]
-    rows = []
-    for seed in range(3):
-        for data, attn in (*(("shapes", name) for name in which_part.NETWORKS), ("cifar10", "rpc")):
-            values = {name: 0.3 + 0.01 * seed for name in template}
-            for first, _ in which_part.CONTRASTS.values():
-                values[f"noise: {first}"] = 0.6 + 0.02 * seed
-            values[f"noise: {ROBUST_PCA.name}, step 4"] = 0.9
-            values[f"noise: {which_part.ROBUST_RAW.name}, step 1"] = 0.9 + 0.01 * seed
-            values[f"noise: {which_part.SIZE[0]}"] = 0.3
-            rows.append(dict(data=data, attn=attn, seed=seed, values=values))
-    return rows
-
-
-def test_outcomes_use_the_words_of_the_plan():
-    rows = made_up_rows()
-    planned = which_part.planned(rows)
-    assert len(planned) == 10
-    expected = {"line": "the line repairs PAP in part", "centring": "centring closes about half",
-                "values": "attention to K finds noise, attention to V does not"}
-    for (contrast, attn), (d, p) in planned.items():
-        words = which_part.outcome(contrast, d, p, which_part.group(rows, "shapes", attn))
-        if contrast == "size":                                      # 0.3 minus 0.3, 0.31, 0.32
-            assert words == "no difference found"
-        else:
-            assert d.mean == pytest.approx(0.31) and p < 0.05
-            assert words.startswith(expected[contrast])
-    share = which_part.closed(which_part.group(rows, "shapes", "rpc"))
-    assert share.mean == pytest.approx(100 * 0.31 / 0.6)
-    assert "| PAP, unchanged" in which_part.tables(rows)
