@@ -88,13 +88,6 @@ def test_common_mistake_gets_its_hint(number, hole, tmp_path):
     assert sum(map(len, (MISTAKES[n, i] for n, i in MISTAKES if n == number))) >= 3
 
 
-def test_every_exercise_says_why_it_matters(tmp_path):
-    assert sorted(exercises.EXERCISES) == sorted(RIGHT)
-    for number in RIGHT.keys() - PREDICTED:
-        text, _ = exercises.judge(number, fill(tmp_path, number, RIGHT[number]))
-        assert exercises.EXERCISES[number].why in text
-
-
 def test_answer_may_change_its_arguments(tmp_path):
     in_place = {7: "x.sign().mul_(x.abs_().sub_(tau).clamp_(min=0))",
                 1: "a.div_(g) - (E / g @ a).mean(0)"}
@@ -143,12 +136,6 @@ def test_no_answer_gives_no_traceback(tmp_path):
     for number in RIGHT:
         text, right = exercises.judge(number, fill(tmp_path, number, ["None"] * len(RIGHT[number])))
         assert not right and "Traceback" not in text and "None" in text, text
-
-
-def test_misconception_of_one_axis_is_far(tmp_path, monkeypatch):
-    monkeypatch.setitem(RIGHT, 6, ["1", "30"])
-    text, _ = measured(6, tmp_path)
-    assert "predicted 1, measured 3.00: far" in text and text.count(": close") == 1
 
 
 def test_more_steps_of_attack_leave_less(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ from fixtures import ROOT
 from data.augment import augment_uint8
 from data.shapes import SHAPES, load_shapes
 from models import load_classifier
-from processes import group, run_command
+from processes import group
 from robust.adaptive import adaptive_apgd, adaptive_autoattack, adaptive_pgd
 from robust.attacks import cw, fgsm, noise, pgd, sld, spsa
 from robust.autoattack import apgd, apgd_t, autoattack, fab_t, square
@@ -256,25 +256,6 @@ def test_cuda_graphs_resume_with_masks_in_bf16(name, device, plain, note):
     found = apart(losses[0], list(log(f"{name}_masks_parts").values()))
     note(f"train_{name}, CUDA graphs resumed", f"losses {found:.1e} from the whole run's")
     assert found < 0.01                                     # rounding of bf16; other masks: 0.1
-
-
-@needs_gpu
-def test_accumulated_gradients_survive_cuda_graphs(device, plain, note, copy_programs, tmp_path):
-    """Apply the change "Gradient accumulation" of docs/change.md to the trainer."""
-    from test_change import SECTIONS, apply, blocks
-    section, = [text for text in SECTIONS if text.startswith("Gradient accumulation")]
-    losses = []
-    for end, diffs in (("plain", []), ("changed", blocks("diff", section))):
-        tree = copy_programs(tmp_path / end)
-        for diff in diffs:
-            apply(diff, tree)
-        words = flags("train_cls.py", SMALL["cls"], "--no-amp --device cuda --max_steps 20")
-        code, out, err = run_command(tree, [*words, "--out_dir", "run"])
-        assert code == 0, out + err
-        losses.append(list(log(tree / "run").values()))
-    found = apart(*losses)
-    note("gradient accumulation, CUDA graphs", f"losses {found:.1e} from whole batches")
-    assert found < 1e-3
 
 
 @needs_gpu

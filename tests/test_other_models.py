@@ -159,10 +159,11 @@ def transformers():
 
 def language_model(transformers, name, attention="rpc", **settings):
     """Return a small causal language model in eval mode: a function of tokens, and the model."""
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=1,
-        eos_token_id=2, pad_token_id=None, **settings)
-    family = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    usual = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                 bos_token_id=1, eos_token_id=2, pad_token_id=None)
+    config = getattr(transformers, f"{name}Config")(**usual | settings)
+    head = {"GPT2": "LMHeadModel", "Bert": "LMHeadModel"}.get(name, "ForCausalLM")
+    family = getattr(transformers, name + head)
     model = family._from_config(config, attn_implementation=attention).eval()
     return lambda tokens, **more: model(tokens, use_cache=False, **more).logits, model
 
@@ -177,14 +178,62 @@ def test_transformers_gpt2_reads_no_future_and_generates(transformers):
     assert torch.equal(longer[:, -1], run(longer[:, :-1])[:, -1].argmax(-1))
 
 
-def test_transformers_grouped_queries_need_asymmetric_rpc(transformers):
-    groups, tokens = dict(num_key_value_heads=2, intermediate_size=64), torch.randint(49, (2, 12))
-    run, _ = language_model(transformers, "Llama", **groups)
-    with pytest.raises(ValueError, match="grouped queries"):
-        run(tokens)
-    run, model = language_model(transformers, "Llama", "rpc_asym", **groups)
+FULL = torch.ones(2, 1, 12, 12, dtype=torch.bool)
+TREE, PREFIX = FULL.tril(), FULL.tril()
+TREE[0, 0, 9, 4], PREFIX[..., :4, :4] = False, True
+MLP = dict(num_key_value_heads=4, intermediate_size=64)
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
+CROSS = dict(encoder_hidden_states=torch.randn(2, 12, 32))              # as long as the tokens
+DECODER = dict(d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32,
+               is_decoder=True, add_cross_attention=True, pad_token_id=0)
+PACKED = dict(cu_seq_lens_q=torch.tensor([0, 6, 12], dtype=torch.int32))
+REFUSED = [                                 # family, settings, arguments of the call, words
+    *(("GPT2", {}, dict(attention_mask=mask), "prefixes and other masks") for mask in (
+        FULL, PREFIX, TREE, torch.zeros(2, 1, 12, 12), FULL.tril().float())),
+    ("Bert", dict(intermediate_size=64), dict(attention_mask=FULL.tril()), "causal"),
+    ("Llama", MLP | dict(num_key_value_heads=2), {}, "grouped queries"),
+    ("Llama", MLP, PACKED, "passes cu_seq_lens_q"),
+    ("Gemma2", dict(MLP, head_dim=8), {}, "softcap"),
+    ("GptOss", dict(MLP, head_dim=8, **EXPERTS), {}, "s_aux"),
+    ("Mistral", dict(MLP, sliding_window=4), {}, "windows"),
+    ("GPT2", dict(add_cross_attention=True), CROSS, "no cross-attention"),
+    ("Bert", dict(DECODER, intermediate_size=64), CROSS, "no cross-attention"),
+    *((name, DECODER, CROSS, "no cross-attention") for name in ("Bart", "MBart", "Pegasus"))]
+
+
+@pytest.mark.parametrize("name, settings, given, words", REFUSED)
+def test_transformers_refuses_what_it_does_not_compute(transformers, name, settings, given, words):
+    run, _ = language_model(transformers, name, **settings)
+    with pytest.raises(ValueError, match=words):
+        run(torch.randint(3, 49, (2, 12)), **given)
+
+
+def test_transformers_refuses_caches_packing_and_q_formers(transformers):
+    tokens = torch.randint(3, 49, (2, 12))
+    run, gpt = language_model(transformers, "GPT2")
+    with pytest.raises(ValueError, match="use_cache=False"):
+        gpt.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3)
+    with pytest.raises(ValueError, match="packing"):     # the mask appears in train mode only
+        gpt.train()
+        run(tokens, position_ids=torch.arange(6).repeat(2)[None].expand(2, -1))
+    config = transformers.Blip2QFormerConfig(
+        hidden_size=32, encoder_hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        intermediate_size=64, cross_attention_frequency=1)
+    model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="rpc").eval()
+    with pytest.raises(ValueError, match="no cross-attention"):
+        model(query_embeds=torch.randn(2, 12, 32), **CROSS)
+
+
+def test_transformers_takes_usual_masks_and_keywords(transformers):
+    tokens = torch.randint(3, 49, (2, 12))
+    run, model = language_model(transformers, "Llama", "rpc_asym", **MLP | dict(num_key_value_heads=2))
     assert not reads_the_future(run, tokens)
     train_a_step(model, lambda: model(tokens, labels=tokens, use_cache=False).loss)
+    run, _ = language_model(transformers, "Llama", **MLP)
+    usual = dict(output_attentions=False, num_items_in_batch=3, cu_seq_lens_q=None)
+    assert torch.equal(run(tokens, **usual), run(tokens))
+    run, _ = language_model(transformers, "GPT2")
+    torch.testing.assert_close(run(tokens, attention_mask=FULL.tril()), run(tokens))
 
 
 @pytest.mark.parametrize("name", ["Bert", "Dinov2", "GPT2", "LayoutLM", "Llama", "MarkupLM",
@@ -214,49 +263,6 @@ def test_transformers_families_call_it_with_their_own_mask(transformers, name, m
     assert len(calls) == 2
 
 
-def test_transformers_refuses_masks_that_it_does_not_compute(transformers):
-    run, _ = language_model(transformers, "GPT2")
-    tokens, full = torch.randint(50, (2, 12)), torch.ones(2, 1, 12, 12, dtype=torch.bool)
-    tree, prefix = full.tril(), full.tril()
-    tree[0, 0, 9, 4], prefix[..., :4, :4] = False, True
-    torch.testing.assert_close(run(tokens, attention_mask=full.tril()), run(tokens))
-    for mask in (full, prefix, tree, torch.zeros(2, 1, 12, 12), full.tril().float()):
-        with pytest.raises(ValueError, match="prefixes and other masks"):
-            run(tokens, attention_mask=mask)
-    config = transformers.BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=1,
-                                     num_attention_heads=4, intermediate_size=64)
-    bert = transformers.BertModel._from_config(config, attn_implementation="rpc")
-    with pytest.raises(ValueError, match="causal"):
-        bert(tokens, attention_mask=full.tril())
-
-
-def test_transformers_rejects_changed_scores_and_cross_attention(transformers):
-    tokens = torch.randint(49, (2, 12))
-    small = dict(num_key_value_heads=4, intermediate_size=64, head_dim=8)
-    run, _ = language_model(transformers, "Gemma2", **small)
-    with pytest.raises(ValueError, match="softcap"):
-        run(tokens)
-    run, _ = language_model(transformers, "GptOss", **small, num_local_experts=2,
-                            num_experts_per_tok=1)
-    with pytest.raises(ValueError, match="s_aux"):
-        run(tokens)
-    run, _ = language_model(transformers, "GPT2", add_cross_attention=True)
-    with pytest.raises(ValueError, match="cross-attention"):
-        run(tokens, encoder_hidden_states=torch.randn(2, 12, 32))
-
-
-def test_transformers_rejects_unknown_keywords(transformers):
-    """Packed sequences, for example, reach the attention as cu_seq_lens_q."""
-    tokens = torch.randint(49, (2, 12))
-    run, _ = language_model(transformers, "Llama", num_key_value_heads=4, intermediate_size=64)
-    ends = torch.tensor([0, 6, 12], dtype=torch.int32)
-    with pytest.raises(ValueError, match="passes cu_seq_lens_q"):
-        run(tokens, cu_seq_lens_q=ends)
-    expected = run(tokens)
-    assert torch.equal(run(tokens, output_attentions=False, num_items_in_batch=3,
-                           cu_seq_lens_q=None), expected)
-
-
 def test_transformers_masks_may_be_keywords(transformers):
     """Blip-2 and 60 other families pass attention_mask by its name."""
     config = transformers.Blip2VisionConfig(hidden_size=32, intermediate_size=64, image_size=32,
@@ -265,41 +271,6 @@ def test_transformers_masks_may_be_keywords(transformers):
     model = transformers.Blip2VisionModel._from_config(config, attn_implementation="rpc")
     found = model.eval()(torch.rand(2, 3, 32, 32)).last_hidden_state
     assert found.shape == (2, 17, 32)
-
-
-@pytest.mark.parametrize("name", ["Bart", "MBart", "Pegasus", "Blip2QFormer", "Bert"])
-def test_transformers_rejects_cross_attention_of_equal_length(transformers, name):
-    sizes = dict(vocab_size=50, d_model=32, hidden_size=32, encoder_hidden_size=32,
-                 decoder_layers=1, num_hidden_layers=1, decoder_attention_heads=4,
-                 num_attention_heads=4, intermediate_size=64, decoder_ffn_dim=32, is_decoder=True,
-                 add_cross_attention=True)
-    config = getattr(transformers, f"{name}Config")
-    config = config(**{k: v for k, v in sizes.items() if hasattr(config(), k)})
-    if name == "Blip2QFormer":
-        config.cross_attention_frequency = 1
-        model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="rpc")
-        inputs = dict(query_embeds=torch.randn(2, 12, 32))
-    else:
-        family = getattr(transformers, "BertLMHeadModel" if name == "Bert"
-                         else f"{name}ForCausalLM")
-        model = family._from_config(config, attn_implementation="rpc")
-        inputs = dict(input_ids=torch.randint(3, 49, (2, 12)), use_cache=False)
-    with pytest.raises(ValueError, match="no cross-attention"):
-        model.eval()(**inputs, encoder_hidden_states=torch.randn(2, 12, 32))
-
-
-def test_transformers_rejects_settings_without_rpc_support(transformers):
-    tokens = torch.randint(50, (2, 12))
-    run, gpt = language_model(transformers, "GPT2")
-    with pytest.raises(ValueError, match="use_cache=False"):
-        gpt.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=3)
-    with pytest.raises(ValueError, match="packing"):     # the mask appears in train mode only
-        gpt.train()
-        run(tokens, position_ids=torch.arange(6).repeat(2)[None].expand(2, -1))
-    run, _ = language_model(transformers, "Mistral", num_key_value_heads=4, sliding_window=4,
-                            intermediate_size=64)
-    with pytest.raises(ValueError, match="windows"):
-        run(tokens)
 
 
 # --- PyTorch --------------------------------------------------------------------------------------

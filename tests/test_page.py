@@ -1,12 +1,9 @@
 """Notebook, page and slides contain the lecture; the live network equals attention.py."""
 
 import base64
-import builtins
 import functools
 import html as html_text
-import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -27,7 +24,6 @@ from data.shapes import load_shapes
 from models import load_classifier
 from processes import finish, run_in, start
 from robust.patches import noisy_patches
-from runs import refused
 from studies import arms, perfect_s
 from studies.stats import paired_t
 
@@ -56,18 +52,6 @@ def test_committed_notebook_has_all_cells_executed():
         assert any("image/png" in output.get("data", {}) for output in cell["outputs"])
     hidden = [cell["metadata"].get("jupyter", {}).get("outputs_hidden", False) for cell in cells]
     assert hidden == [kind == "answer" for kind, _ in woven] and sum(hidden) == 7
-
-
-def test_a_slide_of_one_paragraph_has_a_board():
-    """The last paragraph stands below a formula or a table; it is not taken from an empty board."""
-    split = page_maker.board_and_sentence
-    assert split("$$a$$\n\nA sentence.") == ("$$a$$", "A sentence.")
-    assert split("$$a$$") == ("$$a$$", "")
-    assert split("- one\n\n- two") == ("- one\n\n- two", "")
-
-
-def test_two_kinds_of_page_are_an_error():
-    assert "not allowed with argument" in refused(page_maker, "--slides --live")
 
 
 @functools.cache
@@ -665,21 +649,6 @@ def test_stored_accuracies_equal_rows_of_study():
             assert len(own) == 5 and shown == pytest.approx([d.mean, d.low, d.high], rel=1e-3)
 
 
-def test_pictures_suit_a_dark_page():
-    """No large area is opaque and pale, and no colour of a legend is the page's text colour."""
-    pale = re.compile(r"fill: #([d-e][0-9a-f])\1\1(?!; (?:fill-)?opacity)")
-    for path in sorted((ROOT / "lecture/pictures").glob("*.svg")):
-        text = path.read_text(encoding="utf-8")
-        areas = re.findall(r'<g id="(?:PolyCollection|FillBetween|patch)_\d+">(.*?)</g>', text, re.S)
-        found = [area for area in areas if pale.search(area)]
-        if path.stem == "dense":                            # its legend shows the colours of pixels
-            found = [area for area in found if "#dddddd" not in area]
-            legend = re.search(r'<g id="legend_1">.*', text, re.S)[0]
-            swatches = re.findall(r"fill: (\S+?)[;\"]", legend)
-            assert "currentColor" not in swatches and len(set(swatches)) >= 6, swatches
-        assert not found, path
-
-
 def without_packages(words, packages):
     """Block packages, then run a command, as in an environment that lacks them."""
     for name in [*packages, *sys.modules]:
@@ -699,12 +668,6 @@ def test_lecture_needs_neither_scipy_nor_matplotlib(command, tmp_path):
     assert "page" not in command or len(list(tmp_path.iterdir())) == 1
 
 
-def test_notebook_names_its_missing_package(tmp_path):
-    words = ["-m", "lecture.page", "--notebook", "--out_dir", str(tmp_path)]
-    code, _, err = finish(start(partial(without_packages, words, ["nbformat"]), []))
-    assert code == 1 and "package nbformat, which is missing; run: pip install nbformat" in err
-
-
 def test_published_page_links_code_and_preview(tmp_path):
     words = ["-m", "lecture.page", "--live", "--out_dir", str(tmp_path)]
     published = ["--site", "https://a.example/b", "--code", "https://c.example/d"]
@@ -715,35 +678,6 @@ def test_published_page_links_code_and_preview(tmp_path):
         assert f'<a href="{code}">code</a>' in made
         assert f'<meta property="og:image" content="{image}">' in made
         assert '<meta name="description" content="Does RPC' in made
-
-
-def with_ascii_texts(words):
-    """Run a command where a text whose encoding is not stated is ASCII, as in the C locale."""
-    real = io.open
-
-    def open_as_in_c(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None,
-                     closefd=True, opener=None):
-        if "b" not in mode and encoding in (None, "locale"):
-            encoding = "ascii"
-        return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
-
-    io.open = builtins.open = open_as_in_c
-    io.text_encoding = lambda encoding, stacklevel=2: encoding or "ascii"       # for Path
-    run_in(ROOT, words)
-
-
-def test_texts_are_read_as_utf_8(tmp_path):
-    for command, expected in ((["page", "--out_dir", str(tmp_path)], 0), (["exercises", "7"], 1)):
-        run = partial(with_ascii_texts, ["-m", f"lecture.{command[0]}", *command[1:]])
-        code, out, err = finish(start(run, []))
-        assert code == expected and "Unicode" not in out + err, err[-500:]
-    assert "µ" in (tmp_path / "index.html").read_text(encoding="utf-8")
-
-
-def test_notebook_goes_to_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT / "lecture/exercises")
-    exec(page_maker.FIRST_CELLS[0], {})
-    assert Path.cwd() == ROOT
 
 
 def test_page_fetches_nothing_and_its_links_fit(page):

@@ -1,28 +1,38 @@
-"""Test README.md and all pages: every command runs; every name, flag and link exists."""
+"""README.md and all pages: commands and snippets run; names, flags, links and lines exist.
 
+    PYTHONPATH=. python tests/test_pages.py      # writes today's line numbers into docs/equations.md
+"""
+
+import ast
 import re
+import runpy
 import shlex
 from importlib.util import find_spec
-from pathlib import Path
 from platform import python_version
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.io import write_png
 
+import eval_robust
 from data.shapes import load_shapes
-from eval_robust import ATTACKS
+from fixtures import ROOT
+from golden_net import trained_network
 from processes import run_command
+from runs import call
+from studies import checks
+from studies.reproduce import attacks as paper_attacks
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "lecture/WALKTHROUGH.md",
          *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/change.md"}),      # has its own tests
          *sorted(ROOT.glob("studies/**/README.md"))]
 OTHERS = ("--help", "--dist", "--standalone", "--nproc_per_node", "--nnodes", "--node_rank",
           "--master_addr", "--include", "--rdzv_id", "--no-deps", "--target")   # other programs
-CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py") if path.parent.name != "tests")
+CODE = "".join(path.read_text() for path in ROOT.glob("**/*.py")
+               if "tests" not in path.relative_to(ROOT).parts)
 
 
 SCENES = "--num_images 64 --batch_size 16 --epochs 1 --max_steps 2"
@@ -176,3 +186,132 @@ def test_names_in_modules_exist():
         if module in modules and name not in ("py", "png", "jsonl"):
             source = (ROOT / f"{module}.py").read_text()
             assert re.search(rf"^(def|class) {name}\b|^{name} =", source, re.M), f"{module}.{name}"
+
+
+# --- docs/robustness.md ---------------------------------------------------------------------------
+
+ROBUSTNESS = (ROOT / "docs/robustness.md").read_text()
+COMMANDS = commands(ROBUSTNESS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with all files that the commands name."""
+    timm, folder = pytest.importorskip("timm"), tmp_path_factory.mktemp("page")
+    (folder / "weights").symlink_to(ROOT / "weights")
+    torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(),
+               folder / "deit_tiny_patch16_224.pth")
+    name = eval_robust.IMAGENET[7]
+    (folder / "data/imagenet/val" / name).mkdir(parents=True)
+    (folder / "photos").mkdir()
+    for i, image in enumerate(load_shapes("test", 4, 240).images):
+        write_png(image, str(folder / "data/imagenet/val" / name / f"{i}.png"))
+        write_png(image, str(folder / f"photos/{i}.png"))
+    call(eval_robust.main, "--device cpu --measures clean --limit 2 --ckpt",
+         [ROOT / "weights/shapes_rpc.pt", "--out_dir", folder / "out/paper"])
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=range(len(COMMANDS)))
+def test_commands_of_robustness_run(place, monkeypatch, capsys, tmp_path, command):
+    """Run a command at a scale of seconds: few images and steps."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(checks, "run_checks",
+                        lambda model, images, labels, name, softmax: print("| checks of |", name))
+    few = eval_robust.autoattack, dict(steps=2, queries=5, num_targets=1)
+    monkeypatch.setattr(eval_robust, "ATTACKS", eval_robust.ATTACKS | dict(autoattack=few))
+    script, *flags = command
+    if script == "-m":
+        script, *flags = flags
+    more = [] if "--measures" in flags else ["--measures", "clean", "fgsm"]
+    more += ["--limit", 2, "--device", "cpu", "--out_dir", tmp_path]
+    flags = [2 if flag == "40" else flag for flag in flags]
+    if "data/imagenet" in flags:
+        more += ["--num_workers", 0]
+    if script == "results":
+        call(lambda: runpy.run_module("results", run_name="__main__"), flags)
+    elif script == "studies.checks":
+        call(checks.main, flags)
+    elif script == "studies.reproduce.attacks":
+        monkeypatch.setattr(eval_robust, "FLAGS", dict(eval_robust.FLAGS))
+        monkeypatch.setattr(eval_robust, "attack", eval_robust.attack)
+        call(paper_attacks.main, flags, more)
+    else:
+        call(eval_robust.main, flags, more)
+    assert "| " in capsys.readouterr().out
+
+
+def test_snippets_of_robustness_run(place, monkeypatch, capsys):
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("torchattacks")
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 224 ** 2, 1000))
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: net)
+    own, networks, copies = blocks("python", ROBUSTNESS)
+    model, images, labels = trained_network(20)
+    names = dict(model=model, images=images, labels=labels)
+    exec(own, names)
+    assert names["right"]["worst"].sum() < names["right"]["clean"].sum()
+    monkeypatch.chdir(place)
+    few = '"--num_workers", "0", "--limit", "2", "--measures"'
+    exec(networks.replace('"--measures"', few), names)
+    assert {row["name"] for row in names["rows"]} == {"clean", "fog", "pgd"}
+    assert "| resnet18" in capsys.readouterr().out
+    exec(copies, {})
+    assert len(list((place / "foggy").glob("*.png"))) == 4
+
+
+# --- docs/equations.md ----------------------------------------------------------------------------
+
+EQUATIONS = ROOT / "docs/equations.md"
+LINK = re.compile(r"\[`([^`]+)`\]\(\.\./(\w+\.py)#L(\d+)\)")        # name, file, line
+
+
+def line_of(name, file):
+    """Return the number of the first line with a tag ("# Eq. 1") or a definition ("lm.LM")."""
+    word = re.escape(name.rpartition(".")[2])
+    pattern = (rf"^ +\S.*{re.escape(name)}(?!\d)" if name.startswith("#") else
+               rf"^(def|class) {word}\b|^{word} =")
+    lines = (ROOT / file).read_text().splitlines()
+    return next((n for n, line in enumerate(lines, 1) if re.search(pattern, line)), None)
+
+
+def test_links_lead_to_the_lines():
+    links = LINK.findall(EQUATIONS.read_text())
+    assert len(links) > 30
+    wrong = [(name, file, n) for name, file, n in links if line_of(name, file) != int(n)]
+    assert not wrong, f"{wrong}: PYTHONPATH=. python tests/test_pages.py corrects the page"
+
+
+# --- imports respect the boundaries of robust/, data/ and studies/ --------------------------------
+
+MODELS = {"vit", "fan", "segmenter", "lm"}
+SCRIPTS = {"train_cls", "train_seg", "train_lm", "eval_robust", "look", "plot"}
+
+
+def imports(path):
+    """Return the first names of the modules that a file imports anywhere, also in functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_folders_import_only_what_they_may():
+    """robust/ is a library, data/ imports no model, and the product imports no study."""
+    for path in (ROOT / "robust").glob("*.py"):
+        assert not imports(path) & (MODELS | SCRIPTS | {"studies"}), path
+    for path in (ROOT / "data").glob("*.py"):
+        assert not imports(path) & (MODELS | SCRIPTS | {"robust", "studies"}), path
+    for path in ROOT.glob("*.py"):
+        assert "studies" not in imports(path), path
+        if path.stem not in SCRIPTS:
+            assert not imports(path) & SCRIPTS, path
+    assert imports(ROOT / "attention.py") == {"math", "contextlib", "typing", "torch"}
+
+
+if __name__ == "__main__":
+    EQUATIONS.write_text(LINK.sub(lambda m: f"[`{m[1]}`](../{m[2]}#L{line_of(m[1], m[2])})",
+                             EQUATIONS.read_text()))
