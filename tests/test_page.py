@@ -4,6 +4,7 @@ import base64
 import functools
 import html as html_text
 import json
+import os
 import re
 import shutil
 import subprocess

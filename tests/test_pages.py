@@ -134,8 +134,8 @@ def test_page_is_short_and_its_results_have_links():
 
 
 def test_attacks_are_counted():
-    adaptive = {name for name in ATTACKS if name.startswith("adaptive_")}
-    attacks = ATTACKS.keys() - adaptive - {"noise", "pgd_restarts"}
+    adaptive = {name for name in eval_robust.ATTACKS if name.startswith("adaptive_")}
+    attacks = eval_robust.ATTACKS.keys() - adaptive - {"noise", "pgd_restarts"}
     words = {3: "Three"}[len(adaptive)]
     assert f"{len(attacks)} attacks. {words} attacks also have a form" in README
 
