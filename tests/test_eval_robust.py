@@ -286,22 +286,6 @@ def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
                                eval_robust.choose(9999, name, args))
 
 
-def test_batches_on_a_cpu_are_small(monkeypatch):
-    """The memory of a GPU has room for 1,024 images of 32 pixels, and for 167 of 224 pixels."""
-    network = Namespace(num_logits=10, classes=[], train_args={}, title="m", net=None, images=None)
-    monkeypatch.setattr(eval_robust, "plan", lambda args, data: [])
-    monkeypatch.setattr(eval_robust, "print_tables", lambda rows: None)
-    monkeypatch.setattr(eval_robust, "load_data", lambda args, networks: load_shapes("test", 2))
-    monkeypatch.setattr(common, "origin", lambda device: dict(hardware="x"))
-    sizes = (16, 32, 224, 1000)
-    for device, expected in (("cpu", [1024, 256, 5, 1]), ("cuda", [1024, 1024, 167, 8])):
-        for size, images in zip(sizes, expected):
-            args = Namespace(batch_size=0, image_size=size, device=torch.device(device), data="d",
-                             out_dir=f"{device}{size}", world=1)
-            eval_robust.evaluate([network], args)
-            assert args.batch_size == images
-
-
 # --- networks -------------------------------------------------------------------------------------
 
 def linear(k=10, seed=0):

@@ -21,7 +21,8 @@ from data.rng import DROPOUT, seed_from
 from data.words import word_swap
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from processes import group
-from runs import assert_same_run, call, flags, log, make_text, refused, rows
+from runs import call, log, make_text, refused, rows
+
 
 def write_prose(folder, text):
     """Write the same text as train.txt, valid.txt and test.txt."""
@@ -218,12 +219,6 @@ def test_flags_that_do_not_exist_are_errors():
         assert "unrecognized arguments" in bad(given), given
 
 
-@pytest.mark.parametrize("attn", ["softmax", "symmetric", "rpc_asym", "scaled_alpha"])
-def test_every_attention_has_the_flags_of_pap(attn):
-    args, _ = call(train_lm.get_args, f"--attn {attn} --n_iter 2 --lambd 3 --rpc_layers all")
-    assert (args.n_iter, args.lambd) == (2, 3.0)
-
-
 def test_an_attention_has_flags_for_its_settings(monkeypatch):
     def mine(q, k, v, layer):
         return attention.symmetric_attention(k * layer.pap["gain"], v, causal=layer.causal)
@@ -261,25 +256,6 @@ def test_mistakes_of_an_evaluation_are_one_line():
     assert not Path("out").exists()
 
 
-def test_a_run_resumes_before_its_first_evaluation(monkeypatch):
-    train(SMALL, "--out_dir a --steps 4 --lambd inf")
-    with monkeypatch.context() as patch:
-        patch.setattr(train_lm, "evaluate", None)       # the first evaluation ends the run
-        with pytest.raises(TypeError):
-            train(SMALL, "--out_dir b --steps 4 --lambd inf")
-    assert common.load("b/last.pt")["step"] == 0 and not Path("b/best.pt").exists()
-    train("--resume b")
-    assert_same_run("a", "b")
-    assert_same_run("a", "b", "best.pt")
-
-
-def test_a_moved_run_resumes_in_its_new_place():
-    train(SMALL, "--out_dir a --steps 4 --max_steps 2")
-    shutil.move("a", "b")
-    train("--resume b")
-    assert common.load("b/last.pt")["step"] == 4 and not Path("a").exists()
-
-
 def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):
     """The output has an encoding without Greek letters."""
     write_prose("greek", "\u03bb\u03cc\u03b3\u03bf\u03c2 \u03ba\u03b1\u03b9 .\n" * 200)
@@ -312,29 +288,6 @@ def main_on_own_data():
         train_lm.main()
     except InputError as error:
         print(error)
-
-
-def test_processes_with_other_texts_stop():
-    for node in (0, 1):
-        Path(f"node{node}").mkdir()
-        make_text(f"node{node}/text", seed=node)
-    printed = group(main_on_own_data, [*SMALL, "--out_dir", "a"])
-    assert all("the processes have different data" in text for text in printed)
-    assert not list(Path().glob("node*/a/log.jsonl"))
-
-
-def main_with_own_rate():
-    """Run main() with another --lr in each process, and print its error."""
-    sys.argv += ["--lr", f"1e-{os.environ['RANK']}"]
-    try:
-        train_lm.main()
-    except InputError as error:
-        print(error)
-
-
-def test_processes_with_other_flags_stop():
-    printed = group(main_with_own_rate, flags(SMALL, "--data_dir text --out_dir a --max_steps 1"))
-    assert all("the processes have different flags" in text for text in printed)
 
 
 def test_evaluating_processes_with_other_texts_stop():

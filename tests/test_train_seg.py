@@ -215,20 +215,6 @@ def test_a_frozen_fan_keeps_its_batchnorm(root, monkeypatch):
     assert all(torch.equal(found[f"encoder.{name}"], before[name]) for name in names)
 
 
-def test_an_evaluation_has_workers_for_its_data(root, monkeypatch):
-    """Only rendered scenes, which are in memory, need none."""
-    monkeypatch.setitem(train_seg.FILES, "num_workers", (7, ""))
-    train(ADE, [root], "--size 32 --attn symmetric --out_dir a")
-    train("--num_images 40 --max_steps 1 --out_dir b")
-    numbers = dict.fromkeys(SCORES, 1.0)
-    workers = []
-    monkeypatch.setattr(train_seg, "evaluate",
-                        lambda *args, **how: workers.append(how["num_workers"]) or numbers)
-    for given in ("--eval_only a", "--eval_only a --num_workers 2", "--eval_only b"):
-        train(given, "--severities --out_dir", [f"e{len(workers)}"])
-    assert workers == [7, 2, 0]
-
-
 def results(folder):
     return common.read_log(Path(folder, "results.jsonl"))
 
@@ -315,23 +301,6 @@ def test_a_data_set_has_only_its_flags():
         assert f"unrecognized arguments: {flag}" in bad(given), given
     args, _ = call(train_seg.get_args, "--backbone none --attn softmax --n_iter 2")
     assert args.n_iter == 2                             # a loop over --attn can set it for all
-
-
-@pytest.mark.parametrize("attn", ["rpc_asym", "scaled_s"])
-def test_an_attention_without_classifier_names_the_remedy(attn):
-    run = "--num_images 40 --max_steps 1 --attn"
-    assert f"shapes_{attn}.pt in weights/; add --backbone RUN" in bad(run, [attn])
-    if attn == "scaled_s":
-        assert "needs a fixed number of tokens" in bad(run, [attn], "--backbone none")
-    else:
-        train(run, [attn], "--backbone none")
-
-
-def test_windows_are_checked_before_the_data():
-    for given, words in (("--stride 24 --size 16", "window 16, stride 24: expected"),
-                         ("--window 20", "a window that is a multiple of the patch size 8"),
-                         ("--size 20", "--size 20: expected a multiple of the patch size 8")):
-        assert words in bad("--data_dir nowhere", given)
 
 
 def test_likely_mistakes_are_one_line():

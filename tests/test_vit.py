@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import train_cls
 from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, PAP_SETTINGS, Attention
 from common import InputError
-from fan import FAN, FANConfig
 from models import load_timm
 from segmenter import Segmenter, SegmenterConfig
 from vit import SIZES, ViT, ViTConfig, resize_pos_embed
@@ -179,7 +178,6 @@ def test_other_weights_than_a_vits_are_errors():
 # --- the released code: its arrays are too large for a clone --------------------------------------
 
 VIT = dict(image_size=32, patch_size=8, num_classes=10, embed_dim=48, depth=2, num_heads=3)
-FAN_TOY = dict(image_size=64, embed_dim=32, depth=2, num_heads=4, num_classes=10)
 SEG = dict(num_classes=5, image_size=64, embed_dim=48, depth=2, num_heads=2, decoder_heads=2)
 CASES = [                                           # file, prefix of the outputs, settings
     ("model_symvit", "sym/", dict(attn="symmetric")),
@@ -189,9 +187,6 @@ CASES = [                                           # file, prefix of the output
     ("model_scaled_S", "", dict(attn="scaled_s")),
     ("model_scaled_alpha", "", dict(attn="scaled_alpha")),
     ("model_vit_asym", "", dict(attn="softmax")),
-    ("model_fan", "", dict(attn="softmax")),
-    ("model_fan_symmetric", "symmetric/", dict(attn="symmetric")),
-    ("model_fan_symmetric", "rpc/", dict(attn="rpc")),
     ("seg_mask", "", dict()),
     ("seg_mask_symmetric", "", dict(attn="symmetric")),
     ("seg_mask_rpc", "", dict(attn="rpc", pap=dict(n_iter=6, lambd=2.0)))]
@@ -200,19 +195,15 @@ CASES = [                                           # file, prefix of the output
 @pytest.mark.parametrize("file, prefix, settings", CASES)
 def test_logits_equal_the_released_code(golden, file, prefix, settings):
     a, how = golden(file), dict(settings, mean=(0, 0, 0), std=(1, 1, 1))    # normalised images
-    model = (Segmenter(SegmenterConfig(**SEG, **how)) if "seg" in file else
-             FAN(FANConfig(**FAN_TOY, **how)) if "fan" in file else ViT(ViTConfig(**VIT, **how)))
+    model = Segmenter(SegmenterConfig(**SEG, **how)) if "seg" in file else ViT(ViTConfig(**VIT, **how))
     if file == "seg_mask_rpc":                      # recorded with another decoder than the fork's
         model.decoder.blocks[0].attn.attn = "symmetric"
-    start = f"{prefix}sd/" if "fan" in file else "sd/"
-    model.load_state_dict({k[len(start):].replace("attn.s", "attn.learned.s"): v
-                           for k, v in a.items() if k.startswith(start)
+    model.load_state_dict({k[3:].replace("attn.s", "attn.learned.s"): v
+                           for k, v in a.items() if k.startswith("sd/")
                            and not (k.startswith("sd/encoder.head"))})      # unused
     if "seg" in file:
         for x, logits in (("input", "logits"), ("odd_input", "odd_logits")):
             torch.testing.assert_close(model.eval()(a[x]), a[logits], rtol=0, atol=1e-4)
         return
-    if "fan" in file:
-        model.pos_embed.code = a["pos_features"].T[None, :, :, None]
     x = a.get(f"{prefix}x", a.get("x")).double()
     torch.testing.assert_close(model.eval().double()(x), a[f"{prefix}logits64"], rtol=0, atol=1e-10)
