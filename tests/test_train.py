@@ -200,6 +200,14 @@ DATA = dict(cls="--data imagenet --data_dir tree --num_workers 0 --batch_size 12
             seg="--batch_size 2")
 
 
+def main_of_node(name, what=""):
+    """Run main() in the folder of this process."""
+    os.chdir(f"node{os.environ['RANK']}")
+    if what == "flags":
+        sys.argv += ["--lr", f"1e-{3 + int(os.environ['RANK'])}"]
+    SCRIPTS[name].main()
+
+
 @pytest.mark.parametrize("name, what", [*((name, "data") for name in SCRIPTS), ("cls", "flags"),
                                         ("cls", "validation")])
 def test_processes_with_other_data_or_flags_stop(name, what):
@@ -216,17 +224,26 @@ def test_processes_with_other_data_or_flags_stop(name, what):
                 path.unlink()
         shutil.copy("text/wiki.valid.tokens", "node1/text/wiki.train.tokens")
 
-    def main():
-        os.chdir(f"node{os.environ['RANK']}")
-        if what == "flags":
-            sys.argv += ["--lr", f"1e-{3 + int(os.environ['RANK'])}"]
-        SCRIPTS[name].main()
-
     words = SMALL[name].replace("--num_images 48 ", "")
-    for code, _, err in group_results(main, flags(words, DATA[name], "--out_dir a")):
+    run = flags(words, DATA[name], "--out_dir a")
+    for code, _, err in group_results(partial(main_of_node, name, what), run):
         assert code == 1 and "the processes have different " in err, err
         assert ("flags" if what == "flags" else "data") in err
     assert not list(Path().glob("node*/a/log.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["lm", "seg"])
+def test_evaluating_processes_with_other_data_stop(name):
+    train(name, "--max_steps 1 --out_dir node0/a")
+    shutil.copytree("node0", "node1")
+    for node in (0, 1):
+        make_text(f"node{node}/text", seed=node)
+        make_pairs(f"node{node}/pairs")
+    for path in Path("node1").glob("pairs/*/validation/4.png"):
+        path.unlink()
+    for code, _, err in group_results(partial(main_of_node, name), flags("--eval_only a --out_dir b")):
+        assert code == 1 and "the processes have different" in err, err
+    assert not list(Path().glob("node*/b"))
 
 
 def main_and_seed(name):
