@@ -5,7 +5,6 @@ import io
 import math
 import os
 import re
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -331,9 +330,7 @@ def test_networks_of_a_program_are_evaluated():
 @pytest.mark.parametrize("function, note", [
     (lambda net, x: net(x + 0.1 * torch.randn_like(x)), "draws random numbers"),
     (lambda net, x: net(x).softmax(1), "numbers from 0 to 1"),
-    (lambda net, x: net(x).sigmoid(), "numbers from 0 to 1"),
     (lambda net, x: torch.cosine_similarity(net(x)[:, None], torch.eye(10), dim=-1), ""),
-    (lambda net, x: 1e6 * net(x), "the gradient is exactly 0"),
     (lambda net, x: net((255 * x).round() / 255), "the gradient is exactly 0")])
 def test_guesses_are_lines_and_no_errors(function, note):
     """A randomised network, probabilities, cosine logits, a network that rounds."""
