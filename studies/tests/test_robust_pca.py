@@ -1,4 +1,4 @@
-"""Test the arms, the measures and the tables of studies.robust_pca."""
+"""Test studies/robust_pca.py (arms, measures, tables) and rpca_layer.py (the layer)."""
 
 from pathlib import Path
 
@@ -7,9 +7,15 @@ import pytest
 import torch
 
 import common
-from attention import symmetric_attention
+from attention import every_pap, symmetric_attention
+from data.shapes import load_shapes
+from kpca import pcp
+from robust import adaptive
+from robust.attacks import cross_entropy, input_gradient
 from studies import robust_pca as study
-from studies.rpca_layer import robust_pca
+from studies.rpca_layer import attend_rpca, robust_pca, rpca_attention, shrink_singular_values
+from test_attention import close, layer as attention_layer, tokens
+from vit import ViT, ViTConfig
 
 
 @pytest.fixture
@@ -124,3 +130,95 @@ def test_a_row_has_every_measure(tmp_path, small):
     worst = found["pgd, worst"]["symmetric"][70]
     assert (worst <= found["pgd, true gradient"]["symmetric"][70]).all()
     assert 0.9 < row["auc"]["noise"] <= 1
+
+
+# --- studies/rpca_layer.py: robust PCA in the layer -----------------------------------------------
+
+def corrupted_keys():
+    """Return keys (1, 2, 12, 5) of two directions and a few large entries, and values."""
+    random = torch.Generator().manual_seed(0)
+    rows, columns, v = (torch.randn(1, 2, *shape, generator=random, dtype=torch.float64)
+                        for shape in ((12, 2), (2, 5), (12, 5)))
+    k = rows @ columns
+    k[..., 3, 1] += 4
+    return k, v
+
+
+@pytest.mark.parametrize("n_iter", (1, 4))
+def test_robust_pca_equals_principal_component_pursuit(n_iter):
+    k, _ = corrupted_keys()
+    steps = []
+    S = robust_pca(k, n_iter, trace=steps)
+    for head in range(2):
+        centred = k[0, head] - k[0, head].mean(0)
+        L, expected = pcp(centred, tol=0, max_iter=n_iter)
+        assert close(S[0, head], expected) and close(steps[-1]["L"][0, head], L)
+    assert len(steps) == n_iter and 0 < (S != 0).double().mean() < 1
+    assert close(robust_pca(k.float(), n_iter).double(), S, atol=1e-5)
+
+
+def test_singular_values_are_shrunk_as_by_an_svd():
+    X, tau = torch.randn(2, 3, 9, 5, dtype=torch.float64), torch.full((2, 3, 1, 1), 2.0).double()
+    U, s, Vt = torch.linalg.svd(X, full_matrices=False)
+    expected = (U * (s - 2).clamp_min(0)[..., None, :]) @ Vt
+    assert (s < 2).any() and (s > 2).any()
+    assert close(shrink_singular_values(X, tau), expected)
+
+
+def test_gradients_of_robust_pca_are_true():
+    k, v = (x.requires_grad_() for x in corrupted_keys())
+    assert torch.autograd.gradcheck(lambda k, v: rpca_attention(k, v, 3), (k, v))
+    basis, _ = torch.linalg.qr(torch.randn(8, 4, dtype=torch.float64))
+    X = (basis * torch.tensor([3.0, 3.0, 3.0, 1.0])).requires_grad_()   # three equal values
+    tau = torch.full((1, 1), 2.0, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(shrink_singular_values, (X, tau))
+    loss = shrink_singular_values(X, tau).square().sum()
+    first, = torch.autograd.grad(loss, X, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    zeros = torch.zeros(6, 3, requires_grad=True)
+    shrink_singular_values(zeros, torch.ones(1, 1)).sum().backward()
+    assert (zeros.grad == 0).all()
+    tiny = torch.zeros(6, 3, requires_grad=True)                    # the denominator underflows
+    shrink_singular_values(tiny, torch.full((1, 1), 1e-9)).sum().backward()
+    assert (tiny.grad == 0).all()
+
+
+def test_rpca_layer_trains_with_constant_s():
+    m, x = attention_layer("rpca"), 3 * tokens()
+    q, k, v = m.project(x)
+    y = m.train().proj(attend_rpca(q, k, v, m).transpose(1, 2).flatten(2))
+    true = torch.autograd.grad(m.eval()(x).sum(), m.qkv.weight)[0]
+    with every_pap(m, constant_s=True):
+        constant = torch.autograd.grad(m(x).sum(), m.qkv.weight)[0]
+    assert close(torch.autograd.grad(y.sum(), m.qkv.weight)[0], constant)
+    assert not torch.allclose(true, constant)
+    assert len(m.trace(x)) == 4 and m.pap["lambd"] == 1.0
+
+
+def gradient(model, images, labels):
+    _, _, found = input_gradient(cross_entropy, model, images, labels)
+    return found
+
+
+def rpca_vit():
+    """Return a ViT with robust PCA in both layers, images and its predictions."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpca", rpc_layers=(0, 1))).eval()
+        for p in model.requires_grad_(False).parameters():
+            p.mul_(4).add_(0.1 * torch.randn_like(p))
+    images = load_shapes("test", 20).images.float() / 255
+    return model, images, model(images).argmax(1)
+
+
+def test_rpca_has_its_own_surrogates():
+    model, images, labels = rpca_vit()
+    (constant,), (no_s, _) = adaptive.find_surrogates(model, images)
+    assert torch.equal(constant(images), model(images))
+    with every_pap(model, constant_s=True):
+        expected = gradient(model, images, labels)
+    assert torch.equal(gradient(constant, images, labels), expected)
+    assert not torch.allclose(expected, gradient(model, images, labels), rtol=0.1)
+    assert gradient(no_s, images, labels).isfinite().all()
+    assert constant(images).shape == (20, 10)

@@ -1,13 +1,14 @@
-"""Test studies/stats.py: intervals have their stated coverage; rows become differences."""
+"""Test studies/stats.py and plot.py: coverage of intervals, differences of rows, figures."""
 
 import base64
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from common import InputError
-from studies import stats
 from robust import corruptions
+from studies import arms, plot, stats
 
 
 def row(name, right, measure="clean", **setting):
@@ -141,3 +142,29 @@ def test_only_shared_seeds_are_paired():
     found["a"]["base", 2] = np.ones(3)
     with pytest.raises(InputError, match="measured on 3 and 4 images"):
         stats.compare(found, [("arm", "base")], ("a",))
+
+
+# --- studies/plot.py ------------------------------------------------------------------------------
+
+
+
+def test_budget_curves_are_means_over_seeds(monkeypatch):
+    shown = []
+    monkeypatch.setattr(plot, "save_figure", lambda figure, *more: shown.append(figure))
+    lines = [row(f"{arm}_s{seed}", [True] * right + [False] * (10 - right),
+                 "pgd" if eps else "clean", **(dict(eps=eps / 255) if eps else {}))
+             for arm in ("symmetric", "rpc4-l1", "rpc4-l1-fast") for seed in (0, 1)
+             for eps, right in ((0, 9 - seed), (1, 6 - 2 * seed), (2, 3 - seed))]
+    plot.budget_figure({"x": [stats.row_of(line) for line in lines]}, "",
+                       ("symmetric", "rpc4-l1"), "")
+    curves = {line.get_label(): list(line.get_ydata()) for line in shown[0].axes[0].lines}
+    assert curves["symmetric attention"] == curves["RPC, as published"] == [85, 50, 25]
+    assert len(curves) == 3                                 # two arms and the line at one half
+
+
+def test_every_stored_figure_is_drawn(tmp_path, monkeypatch):
+    drawn = set()
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: drawn.add(path))
+    plot.main([str(tmp_path)])
+    shown = {path.relative_to(arms.RESULTS) for path in arms.RESULTS.glob("*/*.png")}
+    assert {path.relative_to(tmp_path) for path in drawn if path.suffix == ".png"} == shown
