@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import every_pap
 from common import InputError, print_once
 from data import words
 from data.shapes import load_shapes

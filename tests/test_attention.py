@@ -106,7 +106,7 @@ def test_rpc_equals_algorithm_1_written_out_with_gradients(form):
     _, k, v = qkv()
     n, lambd, how = 5, dict(released=1.5, paper=0.1, admm=0.1)[form], FORMS[form]      # S is not 0
     k, v = k.requires_grad_(), v.requires_grad_()
-    (B, H, N, D), steps = k.shape, []
+    (_, H, N, D), steps = k.shape, []
     mu = N * (H * D if how["mu_dim"] == "model" else D) / (4 * k.abs().sum((-1, -2), keepdim=True))
     tau = lambd * mu if how["threshold"] == "times" else lambd / mu
     L = Y = torch.zeros_like(k)
@@ -297,6 +297,8 @@ def test_wrong_settings_and_broadcasting_arguments_are_errors():
         rpc_attention(k, v, keep=torch.ones(2, 10))
     with pytest.raises(ValueError, match="scaled_s"):
         layer("scaled_s", causal=True)
+    with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
+        pass
 
 
 def test_rpc_needs_no_identity_of_keys_and_queries():
@@ -309,8 +311,3 @@ def test_rpc_needs_no_identity_of_keys_and_queries():
     two = Copies(one.dim, one.num_heads, "rpc", pap=dict(lambd=0.3)).double()
     two.load_state_dict(one.state_dict())
     assert torch.equal(one(x), two(x))
-
-
-def test_change_that_reaches_no_layer_is_an_error():
-    with pytest.raises(ValueError, match="no layer .* pap"), every_pap(torch.nn.Linear(2, 2)):
-        pass

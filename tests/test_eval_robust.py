@@ -3,7 +3,6 @@
 import contextlib
 import io
 import math
-import os
 import re
 from argparse import Namespace
 from functools import partial
@@ -226,20 +225,6 @@ def test_two_processes_have_the_numbers_of_one():
         for name in ("top1", "top5", "loss", "right", "median_l2", "per_class", "images"):
             assert one[name] == pytest.approx(two[name]), name
         assert (one["processes"], two["processes"]) == (1, 2)
-
-
-def test_nodes_with_other_images_are_an_error():
-    make_checkpoint()
-
-    def other_scenes(part, args, device, classes=None):
-        return load_shapes(part, 80 + int(os.environ["RANK"]), args.image_size)
-
-    def main():
-        datasets.DATASETS["shapes"] = other_scenes
-        with pytest.raises(common.InputError, match="processes have different test images"):
-            eval_robust.main()
-
-    group(main, ["--ckpt", "m.pt", *CLEAN.split(), "--device", "cpu"])
 
 
 def test_an_evaluation_writes_a_new_file():

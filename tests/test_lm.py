@@ -7,8 +7,7 @@ import torch.nn.functional as F
 import lm
 from attention import ATTENTIONS, Attention, symmetric_attention
 from common import InputError
-from lm import (LM, LM_SIZES, LMConfig, chunked_nll, depends_on_later_words,
-                lm_from_checkpoint)
+from lm import LM, LM_SIZES, LMConfig, chunked_nll, depends_on_later_words
 
 SMALL = dict(context=12, embed_dim=16, depth=3, num_heads=2, mlp_dim=32)
 LMTOOL = [f"lm_{output}{kind}" for output in ("full_softmax", "adaptive")
@@ -236,8 +235,3 @@ def test_a_large_full_softmax_runs_in_chunks(monkeypatch):
     monkeypatch.setattr(lm, "MIN_ROWS", 5)
     assert_close(model(words(), targets), plain)
     assert max(made) == 5 * 53 and sum(made) == 24 * 53
-
-
-def test_checkpoints_of_other_tasks_are_errors():
-    with pytest.raises(InputError, match="is for classification; expected one for language modelling"):
-        lm_from_checkpoint(dict(task="classification"))

@@ -208,7 +208,7 @@ def test_transformers_refuses_what_it_does_not_compute(transformers, name, setti
         run(torch.randint(3, 49, (2, 12)), **given)
 
 
-def test_transformers_refuses_caches_packing_and_q_formers(transformers):
+def test_transformers_refuses_caches_and_packing(transformers):
     tokens = torch.randint(3, 49, (2, 12))
     run, gpt = language_model(transformers, "GPT2")
     with pytest.raises(ValueError, match="use_cache=False"):
@@ -216,12 +216,6 @@ def test_transformers_refuses_caches_packing_and_q_formers(transformers):
     with pytest.raises(ValueError, match="packing"):     # the mask appears in train mode only
         gpt.train()
         run(tokens, position_ids=torch.arange(6).repeat(2)[None].expand(2, -1))
-    config = transformers.Blip2QFormerConfig(
-        hidden_size=32, encoder_hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-        intermediate_size=64, cross_attention_frequency=1)
-    model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="rpc").eval()
-    with pytest.raises(ValueError, match="no cross-attention"):
-        model(query_embeds=torch.randn(2, 12, 32), **CROSS)
 
 
 def test_transformers_takes_usual_masks_and_keywords(transformers):
@@ -236,7 +230,7 @@ def test_transformers_takes_usual_masks_and_keywords(transformers):
     torch.testing.assert_close(run(tokens, attention_mask=FULL.tril()), run(tokens))
 
 
-@pytest.mark.parametrize("name", ["Bert", "Dinov2", "GPT2", "LayoutLM", "Llama", "MarkupLM",
+@pytest.mark.parametrize("name", ["Bert", "Blip2Vision", "Dinov2", "GPT2", "LayoutLM", "Llama", "MarkupLM",
                                   "OPT", "Splinter", "ViT"])
 def test_transformers_families_call_it_with_their_own_mask(transformers, name, monkeypatch):
     """With softmax attention in place of PAP, each family equals its own attention, also with padding."""
@@ -261,16 +255,6 @@ def test_transformers_families_call_it_with_their_own_mask(transformers, name, m
     found = model(**inputs).last_hidden_state
     torch.testing.assert_close(found[shown], expected[shown], atol=1e-5, rtol=1e-4)
     assert len(calls) == 2
-
-
-def test_transformers_masks_may_be_keywords(transformers):
-    """Blip-2 and 60 other families pass attention_mask by its name."""
-    config = transformers.Blip2VisionConfig(hidden_size=32, intermediate_size=64, image_size=32,
-                                            num_hidden_layers=1, num_attention_heads=4,
-                                            patch_size=8)
-    model = transformers.Blip2VisionModel._from_config(config, attn_implementation="rpc")
-    found = model.eval()(torch.rand(2, 3, 32, 32)).last_hidden_state
-    assert found.shape == (2, 17, 32)
 
 
 # --- PyTorch --------------------------------------------------------------------------------------

@@ -593,24 +593,16 @@ def test_noise_of_page_is_typical():
 
 @needs_node
 def test_chosen_scenes_are_as_the_page_says():
-    """An empty S changes two answers; the attack changes both pictures without paint."""
+    """An empty S changes two answers, one of them in the first scene that is shown."""
     found = in_node(SCENES + """
         const answer = (scene, empty) => {
           const now = {...STANDARD, empty}, noisy = damaged(scene, now);
           const {logits} = network.run("rpc", noisy, settingOf(now));
           return logits.indexOf(Math.max(...logits));
         };
-        const fooled = (name, scene) => {                   // the query that changes the answer
-          const search = new SquareAttack(clean[scene], STANDARD.eps / 255, 0);
-          while (!search.fallen && search.margins.length < 200)
-            search.tell(margin(network.run(name, search.propose()).logits, data.labels[scene]));
-          return search.margins.length - 1;
-        };
-        return {kept: clean.map(scene => answer(scene, 0) === answer(scene, 1)),
-                queries: [fooled("softmax", 6), fooled("symmetric", 5)]};""",
+        return clean.map(scene => answer(scene, 0) === answer(scene, 1));""",
                     "network", "robust_pca", "damage", "attack", "inside", "start")
-    assert found["queries"] == [5, 105]                     # the two pictures without paint
-    assert found["kept"].count(False) == 2 and not found["kept"][2]
+    assert found.count(False) == 2 and not found[2]
     assert "in two of the ten scenes" in page_maker.read("lecture/web/live.html")
 
 

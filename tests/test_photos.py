@@ -15,7 +15,6 @@ from PIL import ExifTags, Image, ImageOps
 import common
 import eval_robust
 import train_cls
-from common import InputError
 from data.datasets import data_crc, load_part
 from data.images import own_photos, part_of, read_image
 from fixtures import ROOT

@@ -8,7 +8,7 @@ from vit import ViT, ViTConfig, resize_pos_embed
 from common import InputError
 from fan import FAN, FANConfig
 from segmenter import (Segmenter, SegmenterConfig, backbone_settings, confusion, evaluate,
-                       load_encoder, predict_classes, scores, segmenter_from_checkpoint)
+                       load_encoder, predict_classes, scores)
 
 SMALL = dict(num_classes=4, image_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=2)
 
@@ -205,8 +205,3 @@ def test_a_fan_encoder_reads_windows_of_any_size():
     image = torch.rand(3, 60, 50)
     how = dict(size=48, window=48, stride=24)
     assert torch.equal(predict_classes(m, image, **how), predict_classes(large, image, **how))
-
-
-def test_checkpoints_of_other_tasks_are_errors():
-    with pytest.raises(InputError, match="is for classification; expected one for segmentation, which train_seg.py"):
-        segmenter_from_checkpoint(dict(task="classification"))

@@ -68,13 +68,6 @@ def test_each_line_has_one_eos(folder):
     assert read_prose(folder)["valid"] == ["one word", "two words"]
 
 
-def test_a_line_of_eos_alone_has_no_word(folder):
-    """Such a valid text would have one token, which no evaluation predicts."""
-    write(folder, valid=" <eos>\n")
-    with pytest.raises(InputError, match="text has no valid text"):
-        load_corpus(folder)
-
-
 def test_pydocs_documents_are_each_in_one_split(tmp_path, monkeypatch):
     """Use a part of the library, because parsing the whole library takes seconds."""
     library = Path(os.__file__).parent
@@ -140,6 +133,9 @@ def test_prose_has_words_and_marks(folder):
     Path("prose").mkdir()
     for split in data_text.SPLITS:                      # -sig: a byte order mark is no word
         Path(f"prose/{split}.txt").write_text(BOOK, encoding="utf-8-sig")
+    Path("curly.txt").write_text("I don\u2019t know.\n\nI don't know.\n")
+    found, = read_prose("curly.txt").values()           # equal paragraphs are in one part
+    assert found == ["I don't know ."] * 2
     fifth = "The cat's old hat , number 4 , was on the mat \u2014 xxxxx ."
     assert read_prose("prose")["valid"][4] == fifth
     corpus = load_corpus("prose")
@@ -150,22 +146,23 @@ def test_prose_has_words_and_marks(folder):
     assert (corpus.train == corpus.vocab["<unk>"]).sum() == 2
 
 
-@pytest.mark.parametrize("text", ["\u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e",
-                                  "\u05e9\u05b8\u05c1\u05dc\u05d5\u05b9\u05dd", "don't l'\u00e9t\u00e9"])
-def test_marks_and_apostrophes_belong_to_words(text):
-    assert separate_words(text) == text
+PROSE = "don't  stop @-@ <unk>, now."
 
 
-def test_apostrophes_are_one_mark(folder):
-    Path("curly.txt").write_text("I don\u2019t know.\n\nI don't know.\n")
-    found, = read_prose("curly.txt").values()           # equal paragraphs are in one part
-    assert found == ["I don't know ."] * 2
+@pytest.mark.parametrize("text, known, expected", [
+    *((text, (), text) for text in (            # marks and apostrophes belong to words
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u092d\u093e\u0937\u093e",
+        "\u05e9\u05b8\u05c1\u05dc\u05d5\u05b9\u05dd", "don't l'\u00e9t\u00e9")),
+    ("l'e\u0301te\u0301, nai\u0308ve", (), "l'\u00e9t\u00e9 , na\u00efve"),
+    (PROSE, (), "don't stop @ - @ < unk > , now ."),
+    (PROSE, {"@-@", "now."}, "don't stop @-@ < unk > , now.")])
+def test_prose_is_cut_into_words(text, known, expected):
+    """Words of the network's vocabulary stay whole."""
+    assert separate_words(text, known) == expected
 
 
 def test_words_do_not_depend_on_their_unicode_form(folder):
     """A text in decomposed letters has the tokens of the composed one."""
-    words = data_text.separate_words("l'e\u0301te\u0301, nai\u0308ve").split()
-    assert words == ["l'\u00e9t\u00e9", ",", "na\u00efve"]
     write(folder, "the M\u00fcller <unk>\n", "M\u00fcller\n", "the\n")
     composed = load_corpus(folder)
     write(folder, "the Mu\u0308ller <unk>\n", "Mu\u0308ller\n", "the\n")
@@ -265,13 +262,6 @@ def test_a_short_text_is_one_window():
     assert context.tolist() == [1, 2, 3, 4]
     with pytest.raises(InputError, match="has 1 tokens, expected 2 or more"):
         sliding_nll(model, torch.arange(1), 8, 2)
-
-
-def test_known_words_stay_whole():
-    """A network that was trained on token files reads their words in prose, too."""
-    text = "don't  stop @-@ <unk>, now."
-    assert separate_words(text) == "don't stop @ - @ < unk > , now ."
-    assert separate_words(text, {"@-@", "now."}) == "don't stop @-@ < unk > , now."
 
 
 def test_a_wrong_path_is_one_line(folder):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import common
+import eval_robust
 import train_cls
 import train_lm
 import train_seg
@@ -232,16 +233,21 @@ def test_processes_with_other_data_or_flags_stop(name, what):
     assert not list(Path().glob("node*/a/log.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["lm", "seg"])
-def test_evaluating_processes_with_other_data_stop(name):
-    train(name, "--max_steps 1 --out_dir node0/a")
+@each
+def test_evaluating_processes_with_other_data_stop(name, monkeypatch):
+    make_tree()
+    train(name, DATA[name], "--max_steps 1 --out_dir node0/a")
+    shutil.move("tree", "node0/tree")
     shutil.copytree("node0", "node1")
     for node in (0, 1):
         make_text(f"node{node}/text", seed=node)
         make_pairs(f"node{node}/pairs")
-    for path in Path("node1").glob("pairs/*/validation/4.png"):
-        path.unlink()
-    for code, _, err in group_results(partial(main_of_node, name), flags("--eval_only a --out_dir b")):
+    for pattern in ("pairs/*/validation/4.png", "tree/val/n0/0.png"):
+        for path in Path("node1").glob(pattern):
+            path.unlink()
+    monkeypatch.setitem(SCRIPTS, "cls", eval_robust)
+    run = "--ckpt a --measures clean" if name == "cls" else "--eval_only a"
+    for code, _, err in group_results(partial(main_of_node, name), flags(run, "--out_dir b")):
         assert code == 1 and "the processes have different" in err, err
     assert not list(Path().glob("node*/b"))
 

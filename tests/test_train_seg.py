@@ -1,6 +1,5 @@
 """Test train_seg.py alone; test_train.py tests the behaviour of all trainers."""
 
-import importlib
 import re
 from argparse import Namespace
 from dataclasses import asdict
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from timm.optim import param_groups_weight_decay
 
 import common
-import models
 import train_seg
 from fixtures import ROOT
 from data.masks import Scenes, SegTree, TrainingViews, finish_views, list_pairs
@@ -274,13 +272,6 @@ def test_evaluated_networks_have_the_classes_of_the_images(root):
     Path("mine/classes.txt").write_text("x\ny")
     assert "but the images have ['x', 'y']" in bad("--eval_only b --data folder --data_dir mine", run)
     assert "is for classification" in bad("--eval_only", [ROOT / "weights/shapes_rpc.pt"])
-
-
-def test_only_sizes_of_encoders_are_offered(monkeypatch):
-    """A network that you enter in models.SIZES is a classifier, but no encoder of a Segmenter."""
-    monkeypatch.setitem(models.SIZES, "mine", ("my_net", {}))
-    importlib.reload(train_seg)
-    assert "argument --model: invalid choice: 'mine'" in bad("--backbone none --model mine")
 
 
 def test_a_data_set_has_only_its_flags():
