@@ -115,16 +115,12 @@ def test_flip_and_shift_follow_their_numbers():
 
 
 def test_flip_is_a_choice():
-    images = make_images(64)
-    positions = torch.arange(64)
-    assert torch.equal(augment_uint8(images, positions, 0, flip=False), images)
-    flipped = augment_uint8(images, positions, 0, flip=True)
-    mirrored = (flipped == images.flip(3)).flatten(1).all(1)
-    assert 16 < mirrored[:-1].sum() < 48                    # about half
+    """Without it, the other random numbers stay."""
+    images, positions = make_images(8), torch.arange(8)
     both = augment_uint8(images, positions, 0, pad=4, num_ops=2, flip=False)
     alone = augment_uint8(images, positions, 0, pad=4, flip=False)
     alone = rand_augment(alone, uniform(positions, 8, 0, RAND_AUGMENT))
-    assert torch.equal(both, alone)                         # other random numbers stay
+    assert torch.equal(both, alone)
 
 
 def erased_box(prob_u, top_u, left_u, area_u, ratio_u, misses=0):

@@ -11,7 +11,6 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-import common
 from common import InputError
 from data import datasets, rng
 from data.datasets import DATASETS, ImageFiles, data_crc, load_batches, load_part
@@ -91,20 +90,6 @@ def test_own_data_sets_are_uint8(monkeypatch):
         monkeypatch.setitem(DATASETS, "floats", lambda *args: found)
         with pytest.raises(InputError, match="--data floats loads images of torch.float32; expec"):
             load_part("train", Namespace(data="floats"), "cpu")
-
-
-def test_copies_to_a_gpu_use_pinned_memory(monkeypatch):
-    """From other memory the CPU waits for copies above 64 kB. Tensors on the GPU are not pinned."""
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pinned") or x)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *device, **how: calls.append(device) or x)
-    assert common.send([1, 2], "cpu").tolist() == [1, 2] and calls == [("cpu",)]
-    calls.clear()
-    assert common.send(torch.tensor([1, 2]), "cuda").tolist() == [1, 2]
-    assert calls == ["pinned", ("cuda",)]
-    calls.clear()
-    common.send(torch.empty(2, device="meta"), "cuda")
-    assert calls == [("cuda",)]
 
 
 def test_the_checksum_follows_pixels_labels_and_names(tree_dir):

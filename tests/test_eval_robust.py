@@ -75,20 +75,18 @@ def test_evaluate_moves_the_index_to_the_images():
     assert moved == [images.device]
 
 
-def test_evaluate_checks_what_an_attack_returns():
-    model, images, labels = trained_network(8)
+def leave_train_mode(model, x, y):
+    model.train()
+    return x
 
-    def leave_train_mode(model, x, y):
-        model.train()
-        return x
 
-    wrong = {"returns images": lambda model, x, y: x[:1],
-             "not finite": lambda model, x, y: x * float("nan"),
-             "expected 0 to 1": lambda model, x, y: 2 * x - 1,
-             "train mode": leave_train_mode}
-    for words, attack in wrong.items():
-        with pytest.raises(ValueError, match=words):
-            evaluate(model.eval(), images, labels, {"a": attack})
+@pytest.mark.parametrize("words, attack", [
+    ("returns images", lambda model, x, y: x[:1]), ("not finite", lambda model, x, y: x * math.nan),
+    ("expected 0 to 1", lambda model, x, y: 2 * x - 1), ("train mode", leave_train_mode)])
+def test_evaluate_checks_what_an_attack_returns(words, attack):
+    model, images, labels = trained_network(4)
+    with pytest.raises(ValueError, match=words):
+        evaluate(model, images, labels, {"a": attack})
     close = evaluate(model.eval(), images, labels, {"a": lambda model, x, y: x + 5e-7})
     assert torch.equal(close["a"], close["clean"])                      # rounding is allowed
 
@@ -100,18 +98,14 @@ def test_evaluate_rejects_wrong_calls():
     def nan_where_dark(x):
         return model(x) * (1 if x.amax() > 0.5 else math.nan)
 
-    def darken(model, x, y):
-        return x / 4
-
-    one_hot = torch.nn.functional.one_hot(y, 10)
-    for net, images, labels, attack, words in (
-            (model, x, y + 20, {}, "labels are"),
-            (model, x, y[:, None], {}, "labels are"), (model, x, one_hot, {}, "labels are"),
-            (model, x, y, {"worst": darken}, "an attack has the name clean or worst"),
-            (nan_where_dark, x, y, {"a": darken}, "not finite"),
-            (trained_network(4)[0].train(), x, y, {}, "train mode")):
+    dark = {"a": lambda model, x, y: x / 4}
+    for net, labels, attack, words in (
+            (model, y + 20, {}, "labels are"), (model, y[:, None], {}, "labels are"),
+            (model, y, dict(worst=dark["a"]), "an attack has the name clean or worst"),
+            (nan_where_dark, y, dark, "not finite"),
+            (trained_network(4)[0].train(), y, {}, "train mode")):
         with pytest.raises(ValueError, match=words):
-            evaluate(net, images, labels, attack)
+            evaluate(net, x, labels, attack)
 
 
 # --- the script -----------------------------------------------------------------------------------
@@ -238,31 +232,11 @@ def test_an_evaluation_writes_a_new_file():
     assert len(list(Path("out").glob("eval_*/results.jsonl"))) == 1
 
 
-def test_folders_of_seeds_are_one_kind():
-    """Recipes that differ in code have other folders, so they are never pooled."""
-    for folder in ("adam_s0", "adam_s1", "sgd_seed0"):
-        Path(folder).mkdir()
-        make_checkpoint(f"{folder}/last.pt")
-    table = run("--ckpt adam_s0 adam_s1 sgd_seed0", CLEAN)
-    assert "| adam_s* " in table and "| sgd_s* " in table and "sgd_s* minus adam_s*" in table
-    assert ", n 2" in table and ", n 1" in table and "±" not in table.split("±: half")[0]
-
-
-def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
-    make_checkpoint("rpc.pt")
+def test_adaptive_rows_without_PAP_are_the_plain_ones():
     make_checkpoint("soft.pt", attn="softmax")
-    calls = []
-
-    def counted(model, images, labels, eps, **settings):
-        calls.append(len(images))
-        return attacks.pgd(model, images, labels, eps, **settings)
-
-    monkeypatch.setitem(eval_robust.ATTACKS, "adaptive_pgd", (counted, dict(steps=20)))
-    run("--ckpt soft.pt rpc.pt --measures pgd adaptive_pgd --steps 2 --limit 5 --eps 4/255 "
-        "--out_dir r")
-    plain, _, copied, computed = read()
-    assert len(calls) == 1 and copied["name"] == "adaptive_pgd"
-    assert copied["right"] == plain["right"] and copied["network"] == plain["network"]
+    run("--ckpt soft.pt --measures pgd adaptive_pgd --steps 2 --limit 5 --eps 4/255 --out_dir r")
+    plain, adaptive = read()
+    assert adaptive["name"] == "adaptive_pgd" and adaptive["right"] == plain["right"]
     for data in ("shapes", "imagenet"):                     # on the same images
         args = Namespace(data=data, limit=0, seed=0)
         for name in ("pgd", "apgd", "autoattack"):

@@ -96,6 +96,7 @@ def test_only_mu_over_all_tokens_reads_later_words(mu_over):
     assert all(g[:, t].ne(0).any() for t, g in enumerate(grads))
     later = max(g[:, t + 1:].abs().max() for t, g in enumerate(grads))
     assert later > 1e-4 if mu_over == "all" else later == 0
+    assert depends_on_later_words(model) is (mu_over == "all")
 
 
 def look_ahead(q, k, v, layer):
@@ -204,13 +205,6 @@ def test_long_windows_and_unordered_cutoffs_are_errors():
     for cutoffs in ((9, 5), (5, 5), (0, 5), (5, 53)):
         with pytest.raises(InputError, match="expected increasing ids from 1 to 52"):
             small(cutoffs=cutoffs)
-
-
-def test_pap_over_all_tokens_is_found():
-    """The flag --mu_over lacks "all"; a model that you build yourself can have it."""
-    for mu_over in ("seen", "all"):
-        model = small(attn="rpc", rpc_layers=(0, 1), gain=50, pap=dict(mu_over=mu_over))
-        assert depends_on_later_words(model) is (mu_over == "all")
 
 
 @pytest.mark.parametrize("cutoffs", [(), (8, 16, 32)])

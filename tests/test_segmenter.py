@@ -78,15 +78,6 @@ def test_encoder_and_decoder_layers_have_their_attention(kind, encoder, decoder)
     assert decoders[0].attn.attn_drop == decoders[0].mlp.drop.p == 0.1 and not first.attn_drop
 
 
-def test_positions_follow_the_shape_of_the_grid():
-    m, x, seen = small(), torch.rand(1, 3, 16, 64), []                      # 2 x 8, not 4 x 4
-    m.encoder.patch_embed.register_forward_hook(lambda module, inputs, output: 0 * output)
-    m.encoder.blocks[0].register_forward_hook(lambda block, inputs, output: seen.append(inputs[0]))
-    assert m.patch_logits(x).shape == (1, 4, 2, 8)
-    pos = resize_pos_embed(m.encoder.pos_embed, (2, 8), "bilinear")
-    assert torch.equal(seen[0][:, 1:], pos[:, 1:])
-
-
 @torch.no_grad()
 def one_window_at_a_time(model, image, size, window, stride):
     """Predict by the definition: mean logits of all windows."""
