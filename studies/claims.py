@@ -328,18 +328,23 @@ def where(network, measure, form, file="rows"):
     return written(where_group(network, file)[measure], form)
 
 
-def where_group(network, file):
-    """Return {measure: one value per network} of where_is_s after training."""
-    groups = where_is_s.over_seeds(rows_of(f"where_is_s/{file}.jsonl"))
+def where_group(network, file, seeds="all"):
+    """Return {measure: one value per network} of where_is_s after training.
+
+    seeds: "all", or "fresh" to leave out seed 0.
+    """
+    rows = rows_of(f"where_is_s/{file}.jsonl")
+    groups = where_is_s.over_seeds([row for row in rows if seeds == "all" or row["seed"] > 0])
     return groups[network, where_is_s.last_steps(groups)[network]]
 
 
-def where_gap(kind, first, second, what="difference", network="rpc 4iter/layer0"):
+def where_gap(kind, first, second, what="difference", network="rpc 4iter/layer0", seeds="all"):
     """Describe the AUC of a score minus the AUC of another one, paired over networks.
 
-    what: see `described`. "holm" is defined for the primary differences only.
+    what: see `described`. "holm" is defined for the primary differences only. seeds: see
+    `where_group`.
     """
-    group = where_group(network, "robust_pca")
+    group = where_group(network, "robust_pca", seeds)
     d = where_is_s.difference(group, kind, first, second)
     p = math.nan
     if (first, second) == (where_is_s.ROBUST, where_is_s.PAP):
