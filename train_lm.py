@@ -39,6 +39,7 @@ from dataclasses import asdict
 from functools import partial
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
+import numpy as np
 import torch
 
 from attention import (ATTENTIONS, LAYER_PATTERNS, attention_flags, default_settings,
@@ -318,11 +319,14 @@ def train():
     if len(corpus.train) <= args.context:
         raise InputError(f"--context {args.context}: the training text in {data_dir} "
                          f"has only {len(corpus.train)} tokens")
+    if np.array_equal(corpus.train, corpus.valid):
+        raise InputError(f"{data_dir}: the texts train and valid are equal")
     if args.batch_size % world:
         raise InputError(f"--batch_size {args.batch_size}: expected a multiple of the "
                          f"{world} processes")
-    print0(f"{data_dir}: {len(corpus.train):,} training, {len(corpus.valid):,} valid, "
-           f"{len(corpus.test):,} test tokens, {len(vocab):,} words")
+    unknown = 100 * (corpus.valid == vocab[UNK]).mean()
+    print0(f"{data_dir}: {len(corpus.train):,} training, {len(corpus.valid):,} valid "
+           f"({unknown:.1f} % <unk>), {len(corpus.test):,} test tokens, {len(vocab):,} words")
 
     # Model.
     size = LM_SIZES[args.model] | dict(context=args.context)

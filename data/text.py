@@ -41,8 +41,10 @@ MIN_COUNT = 3                                   # rarer words of prose become <u
 # two signs that separate or join letters. With the marks above 0x10000, re takes ten times as long.
 MARKS = "\u200c\u200d" + "".join(
     letter for letter in map(chr, range(0x300, 0x10000)) if category(letter)[0] == "M")
-# A word, which may contain apostrophes; or a punctuation mark.
-TOKEN = re.compile(rf"[\w{MARKS}]+(?:'[\w{MARKS}]+)*|[^\w\s][{MARKS}]*")
+# <unk>; a word, which may contain apostrophes; or a punctuation mark.
+TOKEN = re.compile(rf"{UNK}|[\w{MARKS}]+(?:'[\w{MARKS}]+)*|[^\w\s][{MARKS}]*")
+# Two more signs for the apostrophe; and signs without width: a soft hyphen, a byte order mark.
+PLAIN = {0x2019: "'", 0x2bc: "'", 0xad: None, 0xfeff: None}
 EXPECTED = ("expected a file with more paragraphs; or a folder with train.txt, valid.txt "
             "and test.txt, or with wiki.train.tokens, wiki.valid.tokens and "
             "wiki.test.tokens")
@@ -165,6 +167,10 @@ def read_prose(path, splits=SPLITS, known=()):
         counts = [f"{len(parts[split])} {split}" for split in SPLITS]
         print0(f"{path}: {', '.join(counts)} paragraphs")
     else:
+        names = [f"{split}.txt" for split in SPLITS]
+        others = sorted({file.name for file in Path(path).glob("*.txt")}.difference(names))
+        if others:
+            print0(f"{path}: passed over: {', '.join(others[:5])}")
         for split in splits:
             file = Path(path, f"{split}.txt")
             if file.exists():
@@ -177,8 +183,8 @@ def read_prose(path, splits=SPLITS, known=()):
 
 
 def plain(text):
-    """Replace the apostrophe U+2019 by ', so that both are the same mark."""
-    return text.replace("\u2019", "'")
+    """Give apostrophes one sign, and remove signs without width."""
+    return text.translate(PLAIN)
 
 
 def separate_words(text, known=()):

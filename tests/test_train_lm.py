@@ -23,10 +23,10 @@ from runs import call, log, make_text, refused, rows
 
 
 def write_prose(folder, text):
-    """Write the same text as train.txt, valid.txt and test.txt."""
+    """Write the text as train.txt, twice, as valid.txt and as test.txt."""
     Path(folder).mkdir()
     for split in data_text.SPLITS:
-        Path(folder, f"{split}.txt").write_text(text, encoding="utf-8")
+        Path(folder, f"{split}.txt").write_text(text * (1 + (split == "train")), encoding="utf-8")
 
 
 SMALL = ("--data_dir text --attn rpc --context 16 --batch_size 8 --steps 30 --words 5 "
@@ -243,6 +243,8 @@ def test_mistakes_of_an_evaluation_are_one_line():
     assert "expected 2 or more" in bad("--eval_only a --limit 1 --out_dir b")
     assert "a has no valid or test text" in bad("--eval_only a --data_dir a")
     assert "a contains a run" in bad(SMALL, "--out_dir a")
+    shutil.copy("text/wiki.train.tokens", "text/wiki.valid.tokens")
+    assert "the texts train and valid are equal" in bad(SMALL, "--out_dir b")
     assert not Path("out").exists()
 
 
