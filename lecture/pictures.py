@@ -189,7 +189,7 @@ def draw_vit():
         ax.annotate("", (x + width + 0.4, 1.5), (x + width, 1.5),
                     arrowprops=dict(arrowstyle="->", color="0.5"))
     ax.text(9.95, 1.5, "class", ha="left", va="center")
-    ax.text(4.45, 0.35, "RPC-Attention: four steps\nclean the keys, K = L + S", ha="center",
+    ax.text(4.45, 0.35, "RPC-Attention: four steps\nsplit the keys, K = L + S", ha="center",
             color=COLOUR["rpc"], va="center")
     ax.text(7.45, 0.45, "symmetric attention", ha="center", color="0.5", va="center")
     save(figure, "vit")
@@ -221,7 +221,7 @@ def draw_projection():
         ax.set(xticks=[-2, 0, 2], yticks=[-2, 0, 2], aspect=1, xlabel="query, entry 1")
         ax.set_title(f"axis {d + 1}" if d < 3 else "random values, axis 1")
     axes[0].set_ylabel("query, entry 2")
-    scale(axes, "attention / largest", ticks=[-1, 0, 1], shrink=0.8)
+    scale(axes, "output / largest", ticks=[-1, 0, 1], shrink=0.8)
 
     # Three formulas of stop 1, on some queries: the power series of the kernel as an inner
     # product of features; coefficients that sum to 0; h as an inner product of phi(q) and w.
@@ -302,13 +302,12 @@ def draw_residual():
         numbers.update({f"{name} residual {i}": x for i, x in enumerate(rest, 1)})
         numbers.update({f"{name} share {i}": x for i, x in enumerate(share, 1)})
 
-    words = {"released": ("released", "-", (0.09, -4)), "paper": ("printed", "--", (0.05, -5)),
-             "admm": ("ADMM sign", "-.", (-0.07, 3))}
-    for form, (said, style, ups) in words.items():
+    styles = {"released": ("-", (0.09, -4)), "paper": ("--", (0.05, -5)), "admm": ("-.", (-0.07, 3))}
+    for form, (style, ups) in styles.items():
         trace = []
         rpc_attention(k, v, n_iter=last, lambd=4, **FORMS[form], trace=trace)
         parts = [(step["L"], step["S"]) for step in trace]
-        draw(form, parts, k, said, ups, **look("rpc", linestyle=style, markersize=5))
+        draw(form, parts, k, form, ups, **look("rpc", linestyle=style, markersize=5))
         if form == "released":
             for i, (L, S) in enumerate(parts[:4], 1):
                 for name, x in {"K": k, "K - L": k - L}.items():
@@ -692,7 +691,6 @@ def draw_pap():
     # three variants on 64 clean scenes; also with keys twice as long, and with S empty
     attn, x = layer_inputs(model, many)[0]
     _, k, v = attn.project(x)
-    words = {"released": "released", "paper": "printed", "admm": "ADMM sign"}
     numbers, plain, uniform = {}, entropy(k), math.log(65)
     for (form, variant), style in zip(FORMS.items(), ("-", "--", "-.")):
         for name, keys, lambd in ((form, k, 4), (f"{form} twice", 2 * k, 4),
@@ -706,7 +704,7 @@ def draw_pap():
                             **{f"{name} entropy {i}": x for i, x in enumerate(entropies, 1)}})
             if name == form:
                 ax.plot(range(1, 5), entropies, **look("rpc", linestyle=style))
-                ax.text(4.15, entropies[-1] - 0.08, words[form], color=COLOUR["rpc"])
+                ax.text(4.15, entropies[-1] - 0.08, form, color=COLOUR["rpc"])
             elif name == "released empty":
                 ax.plot(range(1, 5), entropies, **look("rpc", linestyle=":", fillstyle="none"))
                 ax.text(4.15, entropies[-1] + 0.1, "released, S empty", color=COLOUR["rpc"])

@@ -5,9 +5,10 @@ sources of variance: the seeds and the test images. An interval over seeds alone
 as fixed, so it is too narrow for a claim about images in general. `crossed` adds up both variances.
 `paired_t` is for one number per seed.
 
-Each study has two primary measures. A difference in a primary measure is significant, and printed
-bold, if it survives Holm's correction over all pairs of its family and both measures. All other
-numbers are exploratory and never bold. arms.py defines which arms are compared.
+Each study of studies.arms has two primary measures. A difference in a primary measure is
+significant, and printed bold, if it survives Holm's correction over all pairs of its family and
+both measures. All other numbers are exploratory and never bold. arms.py defines which arms are
+compared.
 """
 
 import base64
