@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import layer_inputs, penalty, SelfAttention, soft_threshold, symmetric_attention
+from attention import (SelfAttention, every_pap, layer_inputs, penalty, soft_threshold,
+                       symmetric_attention)
 from kpca import pcp
 from studies import perfect_s, where_is_s
 from studies.patches import corrupt_patches
@@ -170,9 +171,8 @@ def test_perfect_S_contains_only_the_corrupted_keys():
     model, images, _ = small(**BOTH)
     x, hit = corrupt_patches(images, "noise", 2)
     steps = []
-    for layer in (m for m in model.modules() if isinstance(m, SelfAttention)):
-        layer.pap = {**layer.pap, "trace": steps}
-    under(model, perfect_s.PERFECT, x, hit)
+    with every_pap(model, trace=steps):
+        under(model, perfect_s.PERFECT, x, hit)
     assert len(steps) == 6                                          # 2 layers, 3 steps each
     for step in steps:
         S = step["S"].abs().amax((1, 3))                                                # (B, N)
@@ -189,13 +189,11 @@ def test_perfect_S_contains_only_the_corrupted_keys():
 def test_own_S_elsewhere_differs_at_corrupted_patches_only():
     model, images, _ = small(**BOTH)
     x, hit = corrupt_patches(images, "noise", 2)
-    layers = [m for m in model.modules() if isinstance(m, SelfAttention)]
     steps = {}
     for condition in ("as trained", perfect_s.OWN, perfect_s.PERFECT):
         steps[condition] = []
-        for layer in layers:
-            layer.pap = {**layer.pap, "trace": steps[condition]}
-        under(model, condition, x, hit)
+        with every_pap(model, trace=steps[condition]):
+            under(model, condition, x, hit)
     own, mixed, perfect = (parts[0]["S"][:, :, 1:] for parts in steps.values())  # step 1, layer 0
     where = hit[:, None, :, None]
     torch.testing.assert_close(mixed, torch.where(where, perfect, own))
