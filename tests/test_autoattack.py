@@ -13,7 +13,7 @@ from robust.attacks import fgsm
 from robust.autoattack import (apgd, apgd_t, dlr, fab_t, likely_targets, random_square, square,
                                targeted_dlr)
 from golden_net import trained_network
-from test_attacks import CASCADE as QUICK, EPS, right as robust
+from test_attacks import CASCADE as QUICK, EPS, linear_case, right as robust
 
 MEMBERS = {"apgd-ce": apgd, "apgd-dlr": partial(apgd, loss="dlr"), "apgd-t": apgd_t, "fab-t": fab_t,
            "square": square}
@@ -117,20 +117,10 @@ def test_dlr_has_its_closed_form():
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_too_few_classes_are_an_error(classes, capsys):
-    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    weights = torch.randn(192, classes, generator=torch.Generator().manual_seed(1))
-    calls = []
-
-    def model(x):
-        calls.append(x)
-        return x.flatten(1) @ weights
-
-    labels = model(images).argmax(1)
-    calls.clear()
+    model, images, labels, _ = linear_case(4, classes)
     for attack in (QUICK["aa"], apgd_t):
         with pytest.raises(InputError, match=f"{classes} classes.*compares 4"):
             attack(model, images, labels, EPS)
-    assert len(calls) == 2                                # before the first step
     for attack in (apgd, QUICK["fab-t"]):
         assert robust(model, attack(model, images, labels, 0.5), labels).sum() == 0
     if classes == 2:
