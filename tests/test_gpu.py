@@ -1,13 +1,11 @@
 """Compare every part on a GPU with the same part on the CPU.
 
     python -m pytest tests/test_gpu.py -n 8 --dist load     # ends in a table for the record
-    python -m pytest tests/test_gpu.py -n0 -k table_11      # speed and memory, measured alone
 
 Without a GPU, only -n0 runs these tests, with the CPU in its place, to try the code of the tests.
 """
 
 import copy
-import itertools
 import json
 import math
 import os
@@ -17,7 +15,6 @@ from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -44,10 +41,6 @@ KINDS = ("softmax", "symmetric", "rpc", "rpc_asym", "scaled_s", "scaled_alpha")
 pytestmark = pytest.mark.skipif(not GPUS and "PYTEST_XDIST_WORKER" in os.environ,
                                 reason="compares a GPU with the CPU")
 needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
-alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ,
-                           reason="is timed alone: -n0 -k table_11")
-
-
 @pytest.fixture
 def device():
     return torch.device("cuda" if GPUS else "cpu")
@@ -429,34 +422,3 @@ def test_a_run_with_compile_has_the_same_losses(name, device, plain, note, monke
     found = apart(plain[name], train(name, device, f"{name}_compile", "--compile"))
     note(f"train_{name} --compile", f"losses {found:.1e} from plain ones; {len(graphs)} graphs")
     assert found < 1e-3 and (len(graphs) == 1 if name == "lm" else graphs)  # cls, seg: any number
-
-
-# --- cost -----------------------------------------------------------------------------------------
-
-@needs_gpu
-@alone
-@pytest.mark.parametrize("size, patch, batch", [(32, 4, 512), (224, 16, 256)])
-def test_table_11_training_images_per_second(size, patch, batch, note, monkeypatch, tmp_path):
-    """Time train_cls.py with DeiT's augmentation, on one fixed batch, and on attacked images."""
-    monkeypatch.chdir(tmp_path)
-    run = (f"--model tiny --image_size {size} --patch_size {patch} --num_images {40 * batch} "
-           f"--batch_size {batch} --max_steps 400 --epochs 1000 --eval_every 1000 --pad 4 "
-           f"--num_ops 2 --erase 0.25 --mixup 0.8 --cutmix 1")
-    real = train_cls.train_batches
-
-    def rate(name, batches, *more):
-        torch.compiler.reset()
-        monkeypatch.setattr(train_cls, "train_batches", batches)
-        call(train_cls.main, run, *more, out_dir=name)
-        rows = [json.loads(line) for line in Path(name, "log.jsonl").read_text().splitlines()]
-        rates = [row["images_per_s"] for row in rows if "images_per_s" in row]
-        return median(rates[len(rates) // 2:])                  # without compiling
-
-    loop = rate("loop", real)
-    limit = rate("limit", lambda *data: itertools.repeat(next(real(*data))))
-    note(f"train_cls, {size} px, batch of {batch}", f"{loop:.0f} images/s; on one fixed batch "
-         f"{limit:.0f}; ratio {loop / limit:.2f}, goal 0.75")
-    before, after = (rate(name, real, "--adv_eps 2/255 --adv_steps 3", [how]) for name, how in (
-        ("before", "--no-compile"), ("after", "--compile")))
-    note(f"adversarial training, {size} px", f"{before:.0f} images/s, compiled {after:.0f}")
-    assert loop > 0.75 * limit

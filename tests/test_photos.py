@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 import common
 import eval_robust
 import train_cls
-from data.datasets import data_crc, load_part
+from data.datasets import load_part
 from data.images import own_photos, part_of, read_image
 from fixtures import ROOT
 from runs import call, refused
@@ -173,31 +173,6 @@ def test_unreadable_files_are_counted_with_a_reason(capsys):
     shutil.rmtree("photos/cat"), shutil.rmtree("photos/dog")
     assert "has photos of the classes ['owl'], expected two or more" in refused(
         train_cls, "--data_dir photos")
-
-
-def peak_memory(function):
-    """Return by how many bytes the memory of this process grows during a call, and its result."""
-    def field(name):
-        line, = (words for words in map(str.split, Path("/proc/self/status").open())
-                 if words[0] == f"{name}:")
-        return 1024 * int(line[1])
-
-    Path("/proc/self/clear_refs").write_text("5")       # the peak becomes the present value
-    before = field("VmRSS")
-    kept = function()                                   # alive until the peak is read
-    return field("VmHWM") - before, kept
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-def test_photos_are_in_memory_once():
-    """A list of images that is stacked would need the memory twice."""
-    make("photos", 30, side=8)
-    load("photos", "val", 600)                          # imports and buffers
-    used, train = peak_memory(lambda: load("photos", "train", 600))
-    once = train.images.numel()
-    assert once > 60e6 and used < 1.4 * once
-    used, _ = peak_memory(lambda: data_crc(train))
-    assert used < 0.4 * once
 
 
 @pytest.mark.parametrize("first", ["EXIF", "XMP", "XMP alone"])

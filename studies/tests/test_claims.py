@@ -16,7 +16,6 @@ def test_every_page_agrees_with_the_rows(capsys):
     assert claims.main([]) is None              # otherwise SystemExit, with one line per fault
     assert not any(capsys.readouterr())
 
-
 PAGE, NUMBER = "page.md", "-7.7 (-12.7 to -2.8)"
 CLAIM = [PAGE], "", NUMBER, "gap; confirmation; rpc4-l1; pgd"
 

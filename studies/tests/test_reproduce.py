@@ -22,7 +22,6 @@ from studies import arms
 from studies.reproduce import __main__ as reproduce, attacks
 from studies.reproduce.attacks import PAPER_ATTACKS
 
-
 NETWORKS = {"--init_from": "shapes_symmetric.pt", "--backbone": "shapes_symmetric.pt",
             "--eval_only": "seg_shapes_rpc.pt"}
 PARSERS = {"train_cls.py": train_cls, "train_lm.py": train_lm, "train_seg.py": train_seg,

@@ -11,7 +11,6 @@ from studies import pro_attention as pro, robust_attentions as study
 from studies.robust_attentions import PENALTIES, ROBUST, pro_attention
 from vit import ViT, ViTConfig
 
-
 B, H, N, D = 2, 2, 7, 4
 
 

@@ -16,7 +16,6 @@ from studies.patches import corrupt_patches
 from studies.rpca_layer import robust_pca
 from vit import ViT, ViTConfig
 
-
 RPC = dict(attn="rpc", pap=dict(n_iter=3, lambd=1.0))
 
 
