@@ -118,13 +118,6 @@ def test_without_a_compiler_nothing_is_compiled(missing, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_the_workers_are_the_allowed_cores(monkeypatch):
-    """Containers and SLURM allow fewer cores than the machine has."""
-    for cores, workers in ({0, 5, 7}, 3), (set(range(64)), 10):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores, raising=False)
-        assert common.default_workers() == workers
-
-
 def test_devices_compute_in_float32(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     assert common.start_processes("cpu") == (0, 1, torch.device("cpu"))

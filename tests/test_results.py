@@ -86,13 +86,6 @@ def test_a_table_is_a_matrix(tmp_path):
     assert table in printed.stdout and "±49 points" in printed.stdout, printed.stderr
 
 
-def test_a_table_names_a_large_class(capsys):
-    for labels, share in (([0] * 9 + [1], "largest class 90.00 %"), ([0, 1], "")):
-        results.print_tables([row(labels=labels)])
-        out = capsys.readouterr().out
-        assert share in out and bool(share) == ("largest class" in out)
-
-
 def networks(kind, accuracies, **fields):
     return [row(f"{kind}_s{seed}", top1=top1, **fields) for seed, top1 in accuracies.items()]
 
@@ -218,9 +211,3 @@ def test_folders_without_rows_are_named(tmp_path, monkeypatch):
     for folder in ("typo", "new"):
         with pytest.raises(SystemExit, match=f"error: {folder}: no rows to draw"):
             legends(monkeypatch, "good", folder)
-
-
-def test_plotting_imports_no_torch():
-    code = "import sys, plot; print('torch' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert printed.stdout == "False\n"

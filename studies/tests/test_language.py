@@ -57,15 +57,6 @@ def test_run_appends_missing_rows_only(tiny, tmp_path):
     assert language.read_rows("rows.jsonl") == rows
 
 
-def test_stored_seed_has_one_processor():
-    rows = language.read_rows("rows.jsonl")
-    keys = [(row["text"], row["seed"], row["variant"]) for row in rows]
-    assert rows and len(keys) == len(set(keys))
-    for key in {key[:2] for key in keys}:
-        of = [row for row in rows if (row["text"], row["seed"]) == key]
-        assert len({row["device"] for row in of}) == 1
-
-
 def test_stored_tables_match_the_rows():
     text = language.report(language.read_rows("rows.jsonl"), language.read_rows("cost.jsonl"))
     assert text in (language.RESULTS / "details.md").read_text()
