@@ -69,6 +69,21 @@ def test_accumulated_gradients_equal_whole_batches(copy_programs, tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+# packages that are not installed, or whose import takes seconds
+STUBS = {
+    "wandb.py":
+        "def init(**settings): pass\n"
+        "def log(row, step): assert row['step'] == step\n",
+    "board_stub.py":
+        "class SummaryWriter:\n"
+        "    def __init__(self, folder): print('a board in', folder)\n"
+        "    def add_scalar(self, name, value, step): print(name, float(value), int(step))\n",
+    "sklearn/datasets.py":
+        "import numpy as np\n"
+        "def load_digits(return_X_y):\n"
+        "    return np.arange(1540.0 * 64).reshape(1540, 64) % 17, np.arange(1540) % 10\n"}
+
+
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.splitlines()[0])
 def test_change_applies_and_runs(section, copy_programs, tmp_path):
     tree = copy_programs(tmp_path / "tree", ignore=UNUSED)
@@ -76,23 +91,11 @@ def test_change_applies_and_runs(section, copy_programs, tmp_path):
     assert diffs or blocks("sh", section)
     for diff in diffs:
         apply(diff, tree)
-    if "import wandb" in section:  # a package that is not installed
-        (tree / "wandb.py").write_text("def init(**settings): pass\n"
-                                       "def log(row, step): assert row['step'] == step\n")
-    if "tensorboard" in section:  # a package that is not installed
-        script = tree / "train_cls.py"
-        script.write_text(script.read_text().replace("torch.utils.tensorboard", "board_stub"))
-        (tree / "board_stub.py").write_text(
-            "class SummaryWriter:\n"
-            "    def __init__(self, folder): print('a board in', folder)\n"
-            "    def add_scalar(self, name, value, step): print(name, float(value), int(step))\n")
-    if "from sklearn" in section:  # a package whose import takes seconds
-        (tree / "sklearn").mkdir()
-        (tree / "sklearn/__init__.py").touch()
-        (tree / "sklearn/datasets.py").write_text(
-            "import numpy as np\n"
-            "def load_digits(return_X_y):\n"
-            "    return np.arange(1540.0 * 64).reshape(1540, 64) % 17, np.arange(1540) % 10\n")
+    script = tree / "train_cls.py"
+    script.write_text(script.read_text().replace("torch.utils.tensorboard", "board_stub"))
+    (tree / "sklearn").mkdir()
+    for file, text in STUBS.items():
+        (tree / file).write_text(text)
     for line in "".join(blocks("sh", section)).replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace("--device mps", ""), comments=True)    # needs a Mac
         assert words[0] == "python", line

@@ -270,11 +270,9 @@ def test_a_wrong_path_is_one_line(folder):
     Path("texts/book.txt").write_text(BOOK)
     with pytest.raises(InputError, match="missing.txt does not exist"):
         load_corpus("missing.txt")
-    Path("short.txt").write_text(" \n\n")
-    for path in ("texts", "short.txt"):
-        with pytest.raises(InputError, match=f"{path} has no train text; .* a folder"):
-            load_corpus(path)
-    for text in ("one line", "the same line\n" * 200, "a line\r" * 500):
+    with pytest.raises(InputError, match="texts has no train text; .* a folder"):
+        load_corpus("texts")
+    for text in (" \n\n", "one line", "the same line\n" * 200, "a line\r" * 500):
         Path("short.txt").write_bytes(text.encode())
         with pytest.raises(InputError, match="short.txt has no (train|valid) text"):
             load_corpus("short.txt")
