@@ -10,6 +10,7 @@ import pytest
 
 from processes import run_command
 from runs import log
+from test_pages import blocks
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^### ", (ROOT / "docs/change.md").read_text(), flags=re.M)[1:]
@@ -31,10 +32,6 @@ def shortened(words):
 
 
 UNUSED = shutil.ignore_patterns("lecture", "studies")   # not copied, for speed
-
-
-def blocks(language, text):
-    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
 
 
 def apply(diff, tree):

@@ -1,7 +1,6 @@
 """Test the answers that look.py prints, the maps that it draws, and its errors."""
 
 import re
-import sys
 
 import pytest
 import torch
@@ -14,11 +13,17 @@ from attention import ATTENTIONS, Attention, SelfAttention, layer_inputs, softma
 from data.shapes import SHAPES, load_shapes
 from fixtures import ROOT
 from robust.patches import noisy_patches
-from runs import refused
+from runs import call, refused
 from vit import ViT, ViTConfig
 
 SMALL = dict(embed_dim=16, depth=2, num_heads=2, image_size=32, patch_size=4, num_classes=10,
              attn="rpc")
+
+
+@pytest.fixture
+def run(capsys):
+    """Call main with these flags; return what it prints."""
+    return lambda *words: call(look.main, words) or capsys.readouterr().out
 
 
 def save(path, model):
@@ -32,16 +37,6 @@ def classifier(tmp_path):
     torch.manual_seed(0)
     model = ViT(ViTConfig(**SMALL, pap=dict(lambd=0.01))).eval()
     return model, save(tmp_path / "vit.pt", model)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Call main with these flags; return what it prints."""
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["look.py", *map(str, flags)])
-        look.main()
-        return capsys.readouterr().out
-    return call
 
 
 def test_printed_classes_and_S_equal_the_model(run, classifier, tmp_path):

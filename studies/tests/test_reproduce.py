@@ -21,6 +21,7 @@ from runs import call
 from studies import arms
 from studies.reproduce import __main__ as reproduce, attacks
 from studies.reproduce.attacks import PAPER_ATTACKS
+from test_attacks import right
 
 NETWORKS = {"--init_from": "shapes_symmetric.pt", "--backbone": "shapes_symmetric.pt",
             "--eval_only": "seg_shapes_rpc.pt"}
@@ -193,12 +194,6 @@ def test_every_kind_of_table_runs(tmp_path, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def net():
     return trained_network()
-
-
-def right(model, adv, labels):
-    """Return which images the model classifies correctly, (B,) bool."""
-    with torch.no_grad():
-        return model(adv).argmax(1) == labels
 
 
 def attacked(name, model, z, eps, **settings):
