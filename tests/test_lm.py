@@ -214,18 +214,3 @@ def test_a_target_without_a_word_is_refused(cutoffs):
     targets[:, 6:] = -100
     with pytest.raises(IndexError, match="Target -100 is out of bounds"):
         small(cutoffs=cutoffs)(words(), targets)
-
-
-def test_a_large_full_softmax_runs_in_chunks(monkeypatch):
-    model, targets = small(), words(seed=2)
-    plain = model(words(), targets)
-    made, convert = [], lm.at_least_float32
-    monkeypatch.setattr(lm, "at_least_float32", lambda x: made.append(x.numel()) or convert(x))
-    monkeypatch.setattr(lm, "MAX_LOGITS", 24 * 53)
-    assert torch.equal(model(words(), targets), plain) and made == [24 * 53]        # all at once
-    made.clear()
-    monkeypatch.setattr(lm, "MAX_LOGITS", 24 * 53 - 1)
-    monkeypatch.setitem(lm.CHUNK, "cpu", 1)
-    monkeypatch.setattr(lm, "MIN_ROWS", 5)
-    assert_close(model(words(), targets), plain)
-    assert max(made) == 5 * 53 and sum(made) == 24 * 53

@@ -1,9 +1,7 @@
 """Test train_lm.py alone; test_train.py tests the behaviour of all trainers."""
 
-import io
 import os
 import shutil
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -246,17 +244,6 @@ def test_mistakes_of_an_evaluation_are_one_line():
     shutil.copy("text/wiki.train.tokens", "text/wiki.valid.tokens")
     assert "the texts train and valid are equal" in bad(SMALL, "--out_dir b")
     assert not Path("out").exists()
-
-
-def test_a_sample_that_cannot_be_printed_is_escaped(monkeypatch):
-    """The output has an encoding without Greek letters."""
-    write_prose("greek", "\u03bb\u03cc\u03b3\u03bf\u03c2 \u03ba\u03b1\u03b9 .\n" * 200)
-    out = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out)
-        call(lambda: common.run(train_lm.main), SMALL, "--data_dir greek --out_dir a --steps 1")
-    out.flush()
-    assert common.load("a")["step"] == 1 and rb"\u03" in out.buffer.getvalue()
 
 
 def test_an_evaluation_computes_in_float32(monkeypatch):

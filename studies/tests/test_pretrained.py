@@ -40,17 +40,6 @@ def test_network_equals_the_transformers_package():
     assert heads[1].q.shape == (4, 3, 9, 8) and not torch.equal(heads[1].q, heads[1].k)
 
 
-@torch.no_grad()
-def test_random_network_has_the_same_shape():
-    _, bert = small_bert()
-    new = pretrained.random_network(bert)
-    assert {name: w.shape for name, w in new.weights.items()} == {
-        name: w.shape for name, w in bert.weights.items()}
-    matrix = new.weights["encoder.layer.1.attention.self.value.weight"]
-    assert matrix.std() == pytest.approx(0.02, rel=0.1)
-    assert (new.weights["encoder.layer.1.output.LayerNorm.weight"] == 1).all()
-
-
 def test_share_is_the_projection_on_the_span():
     q, k, v = draw(0, N=12, D=4)
     z = query_coordinates(key_span(k), q, k)
