@@ -145,8 +145,8 @@ def penalty(k, *, mu_dim="model", mu_over="all", keep=None):
     """
     B, H, N, D = k.shape
     per_token = torch.linalg.vector_norm(k, 1, dim=-1, keepdim=True) / D    # (B, H, N, 1)
-    # kept: 1 for every token, (B, 1, N, 1). A comparison that is always true computes it from
-    # per_token, because an ONNX export would freeze the size of ones_like.
+    # kept: 1 for every token, (B, 1, N, 1). It is ones_like, but ONNX would export ones_like as a
+    # constant of one size. So a comparison that is always true computes it.
     kept = (per_token[:, :1].detach() >= 0).to(per_token)
     if keep is not None:
         kept = kept * keep[:, None, :, None]                            # 0 for padding tokens
@@ -265,7 +265,8 @@ class Attention(NamedTuple):
         For an attention with parameters, this field is an nn.Module class instead. Each layer
         builds Class(layer), and calls this module with the same arguments.
     settings: defaults of layer.pap. Each of them is a flag of the trainers, also your own:
-        PAP_SETTINGS | dict(temperature=2.0) adds --temperature.
+        PAP_SETTINGS | dict(temperature=2.0) adds --temperature. rpc_attention does not know this
+        name: pap = dict(layer.pap); t = pap.pop("temperature"); rpc_attention(k, v, **pap).
     """
     own_queries: bool
     function: Callable
@@ -291,10 +292,11 @@ ATTENTIONS = {
     "scaled_s": Attention(own_queries=True, function=ScaledAttention),
     "scaled_alpha": Attention(own_queries=True, function=ScaledAlphaAttention),
 }
-# More names in pap: keywords of rpc_attention that the image trainers have no flags for.
+# Names that pap may contain besides the settings: more keywords of rpc_attention.
 PAP_NAMES = ("threshold", "mu_dim", "dual_sign", "mu_over", "shrink")
-# A value of --attn is a pattern in this table, (attention in rpc_layers, in all other layers), or a
-# name in ATTENTIONS, which then holds for all layers. If both tables have it, it is a pattern.
+# A value of --attn, and `attn` of a config, is a pattern in this table, (attention in rpc_layers, in
+# all other layers), or a name in ATTENTIONS, which then holds for all layers. If both tables have
+# it, it is a pattern. SelfAttention is one layer, so its `attn` is always a name in ATTENTIONS.
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
@@ -314,6 +316,7 @@ def default_settings(attn):
     """Return the default settings of the robust layers, {name: value}. attn: a value of --attn.
 
     Every attention has the settings of PAP, so that one loop over --attn can set them for all.
+    Attentions without PAP do not use them.
     """
     inside, _ = layer_pattern(attn)
     return PAP_SETTINGS | ATTENTIONS[inside].settings

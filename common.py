@@ -197,8 +197,8 @@ def add_flag(parser, name, default, text, allowed=None):
         how["choices"] = allowed
     else:
         how["type"] = functools.partial(number, whole=isinstance(one, int), allowed=allowed)
-    shown = " ".join(map(str, default)) if isinstance(default, list) else default
-    if shown not in ("", None) and shown is not False:  # not "== False": 0 is a default to show
+    shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+    if shown not in ("", "None", "False"):
         text += f" (default: {shown})"
     parser.add_argument(f"--{name}", help=text.replace("%", "%%"), **how)
 
@@ -208,7 +208,7 @@ def number(text, whole=False, allowed=None):
     low, high = allowed or (0, math.inf)
     try:
         value = int(text) if whole else fraction(text)
-    except (ValueError, ZeroDivisionError):
+    except ValueError:
         value = math.nan
     if not low <= value <= high:                        # NaN, too
         kind = "a whole number" if whole else "a number"
@@ -218,9 +218,12 @@ def number(text, whole=False, allowed=None):
 
 
 def fraction(text):
-    """Return the number of a text such as 0.1 or 2/255."""
+    """Return the number of a text such as 0.1 or 2/255; NaN for a text that is no number."""
     above, _, below = text.partition("/")
-    return float(above) / float(below or 1)
+    try:
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError):
+        return math.nan
 
 
 def parse_layers(text, depth):
@@ -228,10 +231,11 @@ def parse_layers(text, depth):
     layers = set()
     for part in text.replace("all", f"0-{depth - 1}").split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match:
+        first, last = match.groups() if match else (1, 0)
+        chosen = range(int(first), int(last or first) + 1)
+        if not chosen:
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
-        first, last = match.groups()
-        layers |= set(range(int(first), int(last or first) + 1))
+        layers |= set(chosen)
     if not layers or max(layers) >= depth:
         raise InputError(f"--rpc_layers {text}: expected layers from 0 to {depth - 1}")
     return tuple(sorted(layers))
@@ -498,7 +502,7 @@ def processor():
 def replacing(path):
     """Yield a temporary path, which replaces `path` at the end, so `path` is never half a file.
 
-    An error removes the temporary file. Two processes can write the same file.
+    An error removes the temporary file.
     """
     tmp = Path(f"{path}.{os.getpid()}.tmp")
     try:

@@ -144,7 +144,7 @@ def key_scale(k):
 
 class Axes(NamedTuple):
     """Kernel PCA of the keys of every head."""
-    G: torch.Tensor                     # (..., N, N) e^c G~
+    G: torch.Tensor                     # (..., N, N) e^c G~, centred: not the G of log_gram
     sigma: torch.Tensor                 # (..., N) eigenvalues of G, descending: e^c N lambda_d
     U: torch.Tensor                     # (..., N, N) orthonormal eigenvectors of G, in columns
     rank: torch.Tensor                  # (...) number of eigenvalues above the rounding error

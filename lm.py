@@ -269,8 +269,8 @@ def linear_nll(h, W, b, t):
     A target that is no word is an error.
     """
     logits = at_least_float32(F.linear(h, W, b)).flatten(0, -2)                  # (N, V)
-    ignored = 2 ** 31       # no target. With PyTorch's default, a target of -100 has the loss 0.
-    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=ignored)
+    no_target = 2 ** 31     # so nothing is ignored; by default, a target of -100 has the loss 0
+    nats = F.cross_entropy(logits, t.flatten(), reduction="none", ignore_index=no_target)
     return nats.view(t.shape)
 
 

@@ -141,7 +141,10 @@ class MaskDecoder(nn.Module):
 
 
 class Segmenter(nn.Module):
-    """Segmentation model: images (B, 3, h, w) in [0, 1], any h and w, to logits (B, K, h, w)."""
+    """Segmentation model: images (B, 3, h, w) in [0, 1] to logits (B, K, h, w).
+
+    h and w: any with a ViT; equal with a FAN.
+    """
 
     def __init__(self, config):
         super().__init__()

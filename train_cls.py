@@ -48,7 +48,7 @@ SETTINGS = dict(
     model=("nano", "size of a ViT, or of a FAN (fully attentional network)", tuple(SIZES)),
     image_size=(32, "side of an image in pixels", ONE_OR_MORE),
     patch_size=(4, "side of a patch in pixels", ONE_OR_MORE),
-    attn=("rpc", "make_table adds the help and the choices"),
+    attn=("rpc", "attention; rpc: RPC-Attention in --rpc_layers, symmetric elsewhere"),
     rpc_layers=("0", "layers with RPC-Attention, counted from 0: 0 or 0,1,2 or 0-3 or all"),
     drop_path=(0.0, "rate at which the last block's branches are skipped", (0, 0.99)),
     init=("", "initial weights of Linear layers, of PyTorch (default) or of DeiT "
@@ -106,7 +106,8 @@ RECIPES = dict(
     # your own images; symmetric attention, because we found no gain of RPC
     folder=dict(
         data_dir=("photos", DATA_DIR),
-        epochs=(0, "length of the training; 0: 1.8 sqrt(images), at least 8"),
+        # longer trainings on few photos overfit
+        epochs=(0, "length of the training; 0: 1.8 sqrt(images), from 8 to 100"),
         image_size=64, patch_size=8, batch_size=16, lr=1e-3, pad=8, flip=True,
         attn="symmetric", best=(True, BEST)),
 )
@@ -120,8 +121,7 @@ def make_table(chosen):
     table = common.with_recipe(SETTINGS, RECIPES[chosen["data"]])
     attn = chosen["attn"] or table["attn"][0]
     choices = sorted(ATTENTIONS | LAYER_PATTERNS)       # at this moment: a study can add its own
-    table["attn"] = (attn, "attention; rpc: RPC-Attention in --rpc_layers, symmetric "
-                     "elsewhere", choices)
+    table["attn"] = (attn, table["attn"][1], choices)
     first = dict(
         data=(chosen["data"], "data set; without this flag folder, your own images, if "
               "--data_dir is given, else shapes", sorted(RECIPES)),
@@ -181,7 +181,8 @@ def evaluate(model, data, device, rank, world):
     """Return dict(top1, top5, loss): accuracies in per cent, and the mean loss."""
     n = len(data.labels)
     mine = torch.arange(n)[rank::world]                 # may be empty
-    pairs = [(index, index) for index in mine.split(256) if len(index)]     # split(()) has a part
+    # An empty tensor splits into one empty part, which is left out. Positions are not used here.
+    pairs = [(index, index) for index in mine.split(256) if len(index)]
     batches = load_batches(data, pairs, device)
     total = torch.zeros(3, device=device)               # correct, correct in top 5, loss
     with eval_mode(model):
@@ -302,7 +303,8 @@ def main():
         raise InputError(f"--batch_size {args.batch_size}: expected at most {n}, the "
                          f"training images, and a multiple of the {world} processes")
     epoch_steps = n // args.batch_size                              # only whole batches
-    args.epochs = args.epochs or max(8, round(1.8 * n ** 0.5))      # 0: your own images
+    about_1_8_sqrt = min(max(8, round(1.8 * n ** 0.5)), 100)
+    args.epochs = args.epochs or about_1_8_sqrt                     # 0: your own images
     total = args.epochs * epoch_steps
     warmup = args.warmup * total
     print0(f"{args.data}: {n} training images, {len(val.labels)} to evaluate on, "
@@ -346,8 +348,8 @@ def main():
         evaluated.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        if not vars(args).get("best") or Path(args.out_dir, "best.pt").exists():
-            best = checkpoint["best"]       # else best.pt is lost: the next evaluation writes it
+        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+            best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 
     # `net` is trained; `model` has the same weights.
@@ -433,12 +435,13 @@ def main():
             common.append_row(log, dict(step=done, eval=metrics, epoch=epoch, **keys))
             line = f"step {done:6d}  top1 {metrics['top1']:.2f}  loss {metrics['loss']:.3f}"
             print0(f"{line}  {reference}".rstrip())
-            better = scheduled and metrics["loss"] < best
+            # A data set whose validation images are the test images has no flag --best.
+            keeps_best = vars(args).get("best", False)
+            better = keeps_best and scheduled and metrics["loss"] < best
             if better:
                 best = metrics["loss"]
             # best.pt comes first: a run that is killed between the two repeats this evaluation.
-            # Data sets whose validation images are the test images have no flag --best.
-            if rank == 0 and better and vars(args).get("best"):
+            if rank == 0 and better:
                 save("best.pt", done)
             if rank == 0:
                 save("last.pt", done)

@@ -37,6 +37,7 @@ import time
 import zlib
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import common  # before torch, because it sets GOMP_SPINCOUNT for torch's threads
 import numpy as np
@@ -358,7 +359,8 @@ def train():
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        best = checkpoint["best"]
+        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+            best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 
     # Compile the model, and average gradients over processes. `net` is trained; `model`, which has

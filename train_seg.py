@@ -54,7 +54,7 @@ from segmenter import (ENCODERS, SCORES, Segmenter, SegmenterConfig, backbone_se
 # name=(default, help) or (default, help, allowed values). Numbers are from 0 to inf by default.
 SETTINGS = dict(
     # the model
-    backbone=("none", "start from this classifier, a run or file; none: random weights"),
+    backbone=("", "start from this classifier, a run or file; none: random weights"),
     drop_path=(0.0, "rate at which the last block's branches are skipped; in a FAN all "
                "blocks'", (0, 0.99)),
     dropout=(0.1, "dropout rate of the decoder", SHARE),
@@ -113,13 +113,17 @@ RECIPES = dict(
 )
 
 # The flags of --eval_only. evaluation_table adds the flags that name the data.
-EVALUATION = {name: SETTINGS[name] for name in ("window", "stride", "seed", "device")} | dict(
+EVALUATION = dict(
+    window=(0, "side of the windows, in pixels; 0: --size of the training"),
+    stride=(0, "pixels between windows; 0: --window"),
     severities=([1, 2, 3, 4, 5], "severities of the corruptions; without a number "
                 "clean images only", (1, 5)),
     limit=(0, "number of test images; 0: all, but only 320 corrupted scenes"),
     frost_dir=("", "folder of ImageNet-C's photographs of frost; without this flag "
                "synthetic frost"),
+    seed=common.RUNNING["seed"],
     out_dir=("", "folder of the new results.jsonl; without this flag out/eval_<time>"),
+    device=common.RUNNING["device"],
 )
 
 
@@ -127,31 +131,26 @@ def make_table(chosen):
     """Return the table of flags of a training for chosen flags, {name: value}.
 
     With --backbone none, the flags of ENCODER and of PAP describe the encoder. A classifier as
-    --backbone replaces these flags. Scenes without --backbone start from the classifier in weights/
-    that has the attention --attn, because a small network learns little from random weights in
-    minutes.
+    --backbone replaces these flags.
     """
     data = chosen["data"]
     images = SCENES if data == "shapes" else FILES
     table = common.with_recipe(SETTINGS | ENCODER | images, RECIPES[data])
-    attn = chosen.get("attn") or table["attn"][0]
+    attn = chosen.get("attn") or table["attn"][0]       # a run with a --backbone stores no attn
     attentions = sorted(ATTENTIONS | LAYER_PATTERNS)    # at this moment: a study can add its own
     table["attn"] = (attn, table["attn"][1], attentions)
     table |= attention_flags(attn)
 
-    backbone = chosen["backbone"]
-    replaced = ENCODER.keys() | attention_flags(attn).keys()
-    if data == "shapes" and not backbone:
-        backbone = str(Path(__file__).with_name("weights") / f"shapes_{attn}.pt")
-        replaced.remove("attn")                         # --attn chooses this file
-        if not Path(backbone).exists():
-            raise InputError(f"--attn {attn}: there is no classifier shapes_{attn}.pt in "
-                             "weights/; add --backbone RUN, a run of train_cls.py, or "
-                             "--backbone none")
-    elif not backbone or backbone == "none":
-        backbone = "none"
-        replaced = set()
+    default = "none"
+    if data == "shapes":        # a small network learns little from random weights in minutes
+        default = str(Path(__file__).with_name("weights") / f"shapes_{attn}.pt")
+    backbone = chosen["backbone"] or default
     table["backbone"] = (backbone, table["backbone"][1])
+    replaced = set()
+    if backbone != "none":
+        replaced = ENCODER.keys() | attention_flags(attn).keys()
+    if not chosen["backbone"]:
+        replaced = replaced - {"attn"}                  # --attn chooses the default
     first = dict(
         data=(data, "data set; without this flag folder, your own images, if "
               "--data_dir is given, else shapes", tuple(RECIPES)),
@@ -241,7 +240,7 @@ def evaluate_only(args, rank, world, device):
     checkpoints = {path: common.load(path) for path in args.eval_only}
     test = load_test_images(args, checkpoints[args.eval_only[0]])
     common.check_same_run(args, 0, test.crc)
-    networks = {}                               # {path: (model, size, window and stride)}
+    networks = {}                       # {path: (model, dict(size, window, stride))}
     for path, checkpoint in checkpoints.items():
         model = segmenter_from_checkpoint(checkpoint).to(device)
         check_classes_and_palette(path, checkpoint, test)
@@ -268,12 +267,12 @@ def evaluate_only(args, rank, world, device):
     print0(f"{len(networks)} networks | {args.data}, {len(test)} test images | {file}")
     rows = []
     for name, text, index, changes in measures:
-        for path, (model, views) in networks.items():
-            results = [evaluate(model, test, **views, index=index, change=change,
+        for path, (model, windows) in networks.items():
+            results = [evaluate(model, test, **windows, index=index, change=change,
                                 num_workers=test.num_workers, rank=rank, world=world,
                                 progress=text)
                        for change in changes]
-            row = dict(network=path, data=args.data, seed=args.seed, **views, name=name,
+            row = dict(network=path, data=args.data, seed=args.seed, **windows, name=name,
                        measure=text, eps="", images=len(index), severities=len(changes),
                        results=results)
             for score in SCORES:                # the mean over severities
@@ -295,6 +294,9 @@ def learning_rate(step, total, args):
 def load_backbone(args):
     """Return the settings of the encoder, and the classifier of --backbone or None."""
     if args.backbone != "none":
+        if not Path(args.backbone).exists():
+            raise InputError(f"there is no classifier {args.backbone}; choose another "
+                             "--backbone, or --backbone none")
         classifier = load_classifier(common.load(args.backbone))
         return backbone_settings(classifier.config), classifier
     architecture, size = SIZES[args.model]
@@ -382,7 +384,8 @@ def main():
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        best = checkpoint["best"]
+        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+            best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 
     # `net` is trained; `model`, which has the same weights, is evaluated and saved.

@@ -69,7 +69,7 @@ def random_crop(images, u, pad):
     top, left = send(corner, images.device).unbind(1)
     # crops: all crops of each image, (B, C, tops, lefts, H, W), a view without copies.
     crops = F.pad(images, [pad] * 4).unfold(2, H, 1).unfold(3, W, 1)
-    return crops[torch.arange(B, device=images.device), :, top, left]
+    return crops[torch.arange(B, device=images.device), :, top, left]       # (B, C, H, W)
 
 
 def random_hflip(images, u):

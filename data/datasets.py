@@ -60,7 +60,7 @@ def folder(part, args, device, classes=None):
     """Decode your own photos into memory, as squares, and print what was passed over."""
     parts, passed = own_photos(args.data_dir)
     found = sorted({path.parent.name for paths in parts.values() for path in paths})
-    if part != "val":                       # once: a training also loads "train", before "val"
+    if part != "val":                       # a training loads train and val, and prints once
         print_parts(args.data_dir, parts, passed)
     if part == "test":
         print0(f"{len(parts[part])} photos are the part test; to test all of some new photos, "
@@ -184,6 +184,6 @@ def data_crc(data):
     """Return a CRC-32 of a data set: of its labels, and of its pixels or the names of its files."""
     crc = zlib.crc32(data.labels.cpu().numpy())
     if isinstance(data, Split):
-        return zlib.crc32(data.images.cpu().numpy(), crc)
+        return zlib.crc32(data.images.cpu().contiguous().numpy(), crc)
     names = ["/".join(Path(path).parts[-3:]) for path, _ in data.samples]      # train/dog/1.JPEG
     return zlib.crc32("\n".join(names).encode("utf-8", "surrogateescape"), crc)

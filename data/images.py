@@ -113,9 +113,14 @@ def divide(folders):
     """Divide images into parts. Returns {part: [path]} and {copy: the image with equal bytes}.
 
     folders: {part: images in the folder of this part}. "train" also has the images that are in no
-    folder of a part. Images in a folder "test" or "val" stay in this part. Without "test", val is
-    the test, too. Without "val", `part_of` takes val from train; without both, it takes both.
-    Equal images count once, in the first part of PARTS.
+    folder of a part. Equal images count once, in the first part of PARTS. `part_of` draws a part
+    from train:
+
+        folders with images     drawn by part_of    test
+        train                   val and test        drawn
+        train, test             val                 the folder test
+        train, val              nothing             val is the test, too
+        train, val, test        nothing             the folder test
     """
     drawn = []                                  # the parts that part_of takes from train
     if "val" not in folders:
@@ -191,6 +196,7 @@ def own_photos(root):
         class_folder = path.parent
         if path.suffix.lower() not in ENDINGS:
             passed[f"files that end in none of {' '.join(ENDINGS)}"].append(path)
+        # not in a class folder, or in a class folder of no part
         elif class_folder in place or class_folder.parent not in place:
             passed["photos in other folders"].append(path)
         else:

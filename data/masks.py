@@ -98,7 +98,7 @@ class SegTree(Dataset):
     pairs: [(image path, mask path)]. part: the name of the tree. first: the value of class 0 in the
     masks, 0 or 1; with 1, the value 0 is ignored. num_workers: processes that decode the files.
     The constructor reads all files once. It sets values, {value: (colour, a mask that has it)}, and
-    crc, a CRC-32 of all bytes.
+    crc, a CRC-32 of all bytes. load_segmentation adds classes, the names.
     """
 
     def __init__(self, pairs, part="train", first=0, num_workers=0):
@@ -211,7 +211,7 @@ def own_masks(root):
         if path.name.lower() in PART_OF:
             names[PART_OF[path.name.lower()]] = path.name
     folders = {part: dict(list_pairs(root, name)) for part, name in names.items()}
-    parts, copies = divide(folders)
+    parts, copies = divide(folders)             # the keys of folders[part] are the images
     mask_of = {}                                # {image path: mask path}
     for pairs in folders.values():
         mask_of |= pairs
@@ -235,9 +235,8 @@ def class_names(args, classes, trees, first):
     for tree in trees:
         add_values(values, tree.values)
     found = sorted(value for value in values if first <= value < IGNORE)
-    needed = 2
-    if classes and IGNORE not in values:        # in an evaluation, classes may be missing
-        needed = 1
+    # Test masks of one class are fine, but the values 0 and 255 are probably two classes.
+    needed = 1 if classes and IGNORE not in values else 2
     if len(found) < needed:
         raise InputError(f"{args.data_dir}: the masks have the values {sorted(values)}; "
                          f"expected two classes or more, {first}, {first + 1}, ...; 255 is "

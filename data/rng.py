@@ -28,9 +28,8 @@ APGD = 43
 SQUARE = 44
 FROST_NOISE = 50                        # robust/frost.py, where this is the whole key, without seed
 CORRUPTION = 51                         # 51 to 65, one per corruption of ImageNet-C: robust/
-TEXT_WINDOW = 70                        # data/text.py
-PATCH_PLACES = 70                       # robust/patches.py. 70 twice is safe, because only language
-                                        # models use TEXT_WINDOW, and only images have patches
+TEXT_WINDOW = 70                        # data/text.py; no image uses it, so the next 70 is safe
+PATCH_PLACES = 70                       # robust/patches.py; no text uses it
 PATCH_VALUES = 71
 DROPOUT = 80                            # seeds of PyTorch's generator in the trainers
 ADVERSARIAL = 90                        # train_cls.py

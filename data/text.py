@@ -249,12 +249,12 @@ def pydoc_folder(parent="out/cache"):
     for name, entries in sorted(documents.items()):
         remainder = zlib.crc32(name.encode()) % 16
         split = {1: "valid", 15: "test"}.get(remainder, "train")
-        signs = "="                             # as in WikiText: = title of a document =
+        signs = "="     # as in WikiText: = title of a document =, = = title of its next entry = =
         for title, text in entries:
             texts[split] += ["", f"{signs} {separate_words(title)} {signs}", ""]
             paragraphs = re.split(r"\n\s*\n", text)
             texts[split] += [separate_words(paragraph) for paragraph in paragraphs]
-            signs = "= ="                       # = = title of its next entry = =
+            signs = "= ="
     folder.mkdir(parents=True, exist_ok=True)
     for split, lines in mark_rare_words(texts).items():
         with replacing(token_file(folder, split)) as tmp:
