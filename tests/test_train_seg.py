@@ -276,7 +276,7 @@ def test_likely_mistakes_are_one_line():
                          ("--batch_size 0", "--batch_size"), ("--dropout 2", "from 0 to 1"),
                          ("--drop_path 1", "--drop_path: '1': expected a number from 0 to 0.99"),
                          ("--backbone nowhere", "there is no classifier nowhere"),
-                         ("--attn rpc_asym", "shapes_rpc_asym.pt in weights/; add --backbone RUN"),
+                         ("--attn rpc_asym", "shapes_rpc_asym.pt; choose another --backbone"),
                          ("--backbone none --attn scaled_s", "needs a fixed number of tokens"),
                          (f"--eval_only {ROOT}/weights/seg_shapes_rpc.pt --data camvid",
                           "there is no folder masks/images/validation; --data_dir selects it"),
