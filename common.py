@@ -53,7 +53,7 @@ class InputError(ValueError):
 def run(main):
     """Call a script's main(). Errors in the user's input print one line; others show a traceback.
 
-    Errors in the user's input are InputErrors, and files that do not exist.
+    Errors in the user's input are InputErrors, and files that cannot be read or written.
     """
     # Numbers below 1e-38 become 0, because a CPU computes with them slowly (docs/data.md).
     # DataLoader workers inherit this setting.
@@ -65,7 +65,7 @@ def run(main):
         main()
         if dist.is_initialized():
             dist.destroy_process_group()
-    except (InputError, FileNotFoundError, NotADirectoryError) as e:
+    except (InputError, OSError) as e:
         # An error in a DataLoader worker arrives with its traceback; the last line is the message.
         message = str(e).splitlines()[-1]
         message = message.removeprefix("common.InputError: ")
@@ -231,7 +231,7 @@ def parse_layers(text, depth):
     layers = set()
     for part in text.replace("all", f"0-{depth - 1}").split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first, last = match.groups() if match else (1, 0)
+        first, last = match.groups() if match else ("1", "0")      # no layer
         chosen = range(int(first), int(last or first) + 1)
         if not chosen:
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
@@ -246,6 +246,12 @@ def check_new_run(folder):
     if Path(folder, "log.jsonl").exists():
         raise InputError(f"{folder} contains a run; continue it with --resume "
                          f"{shlex.quote(folder)}, or choose another --out_dir")
+
+
+def check_folder(folder, flag="data_dir"):
+    """Raise InputError unless a folder exists. flag: the flag that names it."""
+    if not Path(folder).is_dir():
+        raise InputError(f"there is no folder {folder}; --{flag} selects it")
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -265,8 +271,8 @@ def start_processes(device_name):
         device = torch.device(device_name or best)
     except RuntimeError:
         raise InputError(f"--device {device_name}: expected cuda, mps or cpu") from None
-    if device.type == "cuda" and best != "cuda":
-        raise InputError(f"--device {device_name}: PyTorch finds no GPU; choose cpu")
+    if device.type not in ("cpu", best):
+        raise InputError(f"--device {device_name}: PyTorch finds no such device; choose {best}")
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.type == "cuda":
@@ -296,6 +302,15 @@ def check_same_run(args, first, crc):
     flags = {name: value for name, value in vars(args).items() if name not in OF_NODE}
     check_equal((flags, first), "flags or checkpoints")
     check_equal(crc, "data")
+
+
+def check_equal_weights(models):
+    """Raise InputError unless all processes have the same weights: they sum the bytes of each."""
+    sums = []
+    for model in models:
+        weights = [p.detach().flatten().view(torch.uint8) for p in model.parameters()]
+        sums.append(sum(weight.sum().item() for weight in weights))
+    check_equal(sums, "checkpoints")
 
 
 def weight_decay_groups(model, weight_decay):
@@ -535,7 +550,10 @@ def load(path):
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):    # DeiT's files contain one
             # weights_only=True: code in the file does not run.
-            return torch.load(path, map_location="cpu", weights_only=True)
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(checkpoint, dict):
+            raise TypeError(f"found a {type(checkpoint).__name__}, no dict")
+        return checkpoint
     except Exception as e:                                          # torch.load raises many types
         raise InputError(f"{path} cannot be loaded, expected a checkpoint by "
                          f"torch.save: {repr(e):.200}") from None
@@ -561,15 +579,14 @@ def first_difference(error):
     return str(error).splitlines()[1].strip()[:120]
 
 
-def largest_class(labels):
+def largest_class(labels, classes):
     """Return the percentage of the largest class as text, or "" unless it is above 1.5 / classes.
 
     An accuracy has this reference: a network that always answers the largest class reaches it.
-    labels: a list of class numbers.
+    labels: a list of class numbers. classes: how many classes the network has.
     """
-    counts = Counter(labels).values()
-    share = max(counts) / len(labels)
-    if share <= 1.5 / len(counts):
+    share = max(Counter(labels).values()) / len(labels)
+    if share <= 1.5 / classes:
         return ""
     return f"largest class {100 * share:.2f}"
 

@@ -43,7 +43,7 @@ def load_timm(checkpoint):
     released code also stores its flags as "args". Three settings are in no file. So we assume that
     heads are 64 wide, eps is 1e-6, and pixels are normalised as in ViTConfig.
     """
-    sets = [name for name in WEIGHTS if name in checkpoint]
+    sets = [name for name in WEIGHTS if isinstance(checkpoint.get(name), dict)]
     weights = checkpoint[sets[0]] if sets else checkpoint
     if len(sets) > 1:
         print0(f"the file has several sets of weights, {', '.join(sets)}; {sets[0]} is taken")

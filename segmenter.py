@@ -217,9 +217,10 @@ def predict_classes(model, image, *, size, window, stride, batch_size=8):
     windows end at the image's border.
     """
     check_windows(window, stride, model.config.patch_size)
-    if image.is_floating_point() and image.amax() > 1:
-        raise InputError(f"the image has values up to {image.amax():g}; expected uint8, or float "
-                         "in [0, 1]")
+    low, high = image.aminmax()
+    if image.is_floating_point() and not (-1e-6 <= low and high <= 1 + 1e-6):       # NaN, too
+        raise InputError(f"the image has values from {low:g} to {high:g}; expected uint8, or "
+                         "float in [0, 1]")
     device = next(model.parameters()).device
     x = evaluation_view(image.to(device), size, window)
     h, w = x.shape[1:]

@@ -309,7 +309,7 @@ def main():
     warmup = args.warmup * total
     print0(f"{args.data}: {n} training images, {len(val.labels)} to evaluate on, "
            f"{len(train.classes)} classes: {', '.join(train.classes[:12])}")
-    reference = common.largest_class(val.labels.tolist())       # "" if the classes are balanced
+    reference = common.largest_class(val.labels.tolist(), len(train.classes))
 
     # Model. A ViT begins with PyTorch's weights, as in the released code, which never calls DeiT's
     # initialisation; a FAN as in NVlabs/FAN.

@@ -218,6 +218,7 @@ def evaluate_only():
     rank, world, device = common.start_processes(args.device)
     loaded = [load_network(path, device) for path in args.eval_only]
     models, vocabularies, trainings = zip(*loaded)
+    common.check_equal_weights(models)
     vocab = vocabularies[0]
     if any(other != vocab for other in vocabularies):
         raise InputError("the networks have different vocabularies, so you cannot compare "

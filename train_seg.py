@@ -249,6 +249,9 @@ def evaluate_only(args, rank, world, device):
         stride = args.stride or window
         check_windows(window, stride, model.config.patch_size)
         networks[path] = (model, dict(size=size, window=window, stride=stride))
+    common.check_equal_weights(model for model, _ in networks.values())
+    if args.frost_dir:
+        common.check_folder(args.frost_dir, "frost_dir")
 
     order = epoch_order(len(test), epoch=0, seed=args.seed).tolist()
     clean = order[:args.limit or None]
@@ -339,6 +342,8 @@ def main():
     if not len(val):
         print0("there is no validation image; evaluations use the training images")
         val = train
+    elif train.crc == val.crc:
+        raise InputError(f"{args.data_dir}: the training and the validation images are equal")
     n = len(train)
     if args.batch_size % world or args.batch_size > n:
         raise InputError(f"--batch_size {args.batch_size}: expected at most {n}, the "

@@ -20,7 +20,7 @@ import torch
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms import v2
 
-from common import InputError, bar, print0, send
+from common import InputError, bar, check_folder, print0, send
 from data.images import (Split, central_square, image_batches, own_photos, print_parts,
                          read_image)
 from data.rng import RANDOM_CROP, seed_from
@@ -129,8 +129,7 @@ class ImageFiles(ImageFolder):
 
     def __init__(self, folder, args, classes=None, seed=None, crop=0.875, resample="bicubic",
                  flag="data_dir"):
-        if not Path(folder).is_dir():
-            raise InputError(f"there is no folder {folder}; --{flag} selects it")
+        check_folder(folder, flag)
         super().__init__(folder, loader=read_image)
         self.size = args.image_size
         self.num_workers = args.num_workers

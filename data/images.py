@@ -16,7 +16,7 @@ import torch
 from PIL import ExifTags, Image
 from torch.utils.data import DataLoader
 
-from common import InputError, print0
+from common import InputError, check_folder, print0
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
 PARTS = ("test", "val", "train")         # in this order, so a copy of a test image is not trained on
@@ -85,7 +85,8 @@ def image_batches(dataset, batches, num_workers, device):
     batches: an iterable of lists of keys. num_workers: processes; 0 loads the images in this
     process. device: the device that gets the images; for CUDA, the memory is pinned.
     """
-    workers = dict(num_workers=num_workers)
+    # Its own generator, because a DataLoader draws a number for each of its epochs.
+    workers = dict(num_workers=num_workers, generator=torch.Generator())
     if num_workers:
         workers["prefetch_factor"] = 4
         if sys.platform == "linux":             # a fork shares the file names and the imports
@@ -147,13 +148,18 @@ def divide(folders):
     return parts, copies
 
 
+def print_passed(passed):
+    """Print how many files are passed over: {reason: [path]}."""
+    for reason, paths in passed.items():
+        if paths:
+            print0(f"passed over: {len(paths)} {reason}, the first: {paths[0]}")
+
+
 def print_parts(root, parts, passed):
     """Print how many images each part has, and which files are passed over: {reason: [path]}."""
     counts = ", ".join(f"{len(paths)} {part}" for part, paths in parts.items())
     print0(f"{root}: {counts} images")
-    for reason, paths in passed.items():
-        if paths:
-            print0(f"passed over: {len(paths)} {reason}, the first: {paths[0]}")
+    print_passed(passed)
     if parts["test"] and parts["test"] == parts["val"]:
         print0("there is no folder test, so val is the test")
     n = len(set().union(*parts.values()))               # a set, because val can be the test
@@ -164,8 +170,7 @@ def print_parts(root, parts, passed):
 
 def entries(folder):
     """List a folder, sorted, without hidden names. InputError for a link that leads nowhere."""
-    if not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; --data_dir selects it")
+    check_folder(folder)
     found = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
     for path in found:
         if not path.exists():

@@ -24,9 +24,11 @@ from PIL import Image, ImageOps
 from torch.utils.data import Dataset, TensorDataset
 
 from common import InputError, bar, print0, send
-from data.images import ENDINGS, divide, entries, files_below, print_parts, read_image
+from data.images import (ENDINGS, divide, entries, files_below, print_parts, print_passed,
+                         read_image)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
+from data.text import read_lines
 
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence",
                   "car", "pedestrian", "bicyclist"]
@@ -59,6 +61,9 @@ def load_segmentation(parts, args, classes=None):
         first = 1
         split = dict(train="training", val="validation", test="validation")
         pairs = {part: list_pairs(args.data_dir, split[part]) for part in parts}
+        for part in parts:
+            others = other_files(args.data_dir, split[part], pairs[part])
+            print_passed({f"other files of {split[part]}": others})
     for part in parts:
         if not pairs[part] and part != "val":
             raise InputError(f"{args.data_dir}: there is no {part} image; make the "
@@ -72,6 +77,8 @@ def load_segmentation(parts, args, classes=None):
         trees[part].classes = names
         occurring = trees[part].values
         missing = [name for k, name in enumerate(names, first) if k not in occurring]
+        if pairs[part] and len(missing) == len(names):
+            raise InputError(f"{args.data_dir}: no {part} image has a labelled pixel")
         if missing and pairs[part]:
             print0(f"no {part} image contains {len(missing)} of {len(names)} classes: "
                    f"{', '.join(missing[:9])}")
@@ -193,6 +200,15 @@ def list_pairs(root, folder=""):
     return [(path, masks[name]) for name, path in images.items()]
 
 
+def other_files(root, folder, pairs):
+    """List the files below root/images/<folder> and root/annotations/<folder> in no pair."""
+    known = {path for pair in pairs for path in pair}
+    files = []
+    for kind in ("images", "annotations"):
+        files += files_below(Path(root, kind, folder))
+    return [path for path in files if path not in known]
+
+
 def files_by_name(folder, endings):
     """Return {name without ending: path} of the files in a folder, without hidden files."""
     return {path.stem: path for path in entries(folder) if path.suffix.lower() in endings}
@@ -215,9 +231,7 @@ def own_masks(root):
     mask_of = {}                                # {image path: mask path}
     for pairs in folders.values():
         mask_of |= pairs
-    known = set(mask_of.keys()) | set(mask_of.values())
-    files = files_below(Path(root, "images")) + files_below(Path(root, "annotations"))
-    others = [path for path in files if path not in known]
+    others = other_files(root, "", mask_of.items())
     print_parts(root, parts, {"copies": list(copies), "other files": others})
     divided = {}
     for part, images in parts.items():
@@ -244,8 +258,7 @@ def class_names(args, classes, trees, first):
     largest = found[-1]
     path = Path(args.data_dir, "classes.txt")
     if path.exists():
-        lines = path.read_text("utf-8-sig").splitlines()
-        names = [line.strip() for line in lines if line.strip()]
+        names = [line.strip() for line in read_lines(path) if line.strip()]
     elif classes:
         names = list(classes)
     elif args.data == "camvid" and args.num_classes == len(CAMVID_CLASSES):

@@ -21,16 +21,16 @@ from robust.attacks import (bounds, clean_logits, column, cross_entropy, input_g
 
 # --- APGD: gradient steps with momentum and a step size that adapts (Croce & Hein 2020a) ---------
 
-def check_classes(logits, compared, name):
+def check_classes(classes, compared, name):
     """Raise InputError if `name`, a loss or an attack, compares more logits than the model has."""
-    if logits.shape[1] < compared:
-        raise InputError(f"the model has {logits.shape[1]} classes, but {name} compares "
+    if classes < compared:
+        raise InputError(f"the model has {classes} classes, but {name} compares "
                          f"{compared} logits; measure apgd and square instead")
 
 
 def dlr(logits, labels):
     """Difference of logits ratio, (B,): -margin / (z_(1) - z_(3)); z_(i) is the i-th largest."""
-    check_classes(logits, 3, "the DLR loss")
+    check_classes(logits.shape[1], 3, "the DLR loss")
     z = logits.topk(3).values
     return -margin(logits, labels) / (z[:, 0] - z[:, 2] + 1e-12)
 
@@ -189,7 +189,7 @@ def apgd_t(model, images, labels, eps, *, num_targets=9, steps=100, surrogates=(
            seed=0, index=None):
     """Run APGD on the targeted DLR loss for each of the num_targets likeliest wrong classes."""
     logits = clean_logits(model, images, eps)
-    check_classes(logits, 4, "the targeted DLR loss of APGD-T")
+    check_classes(logits.shape[1], 4, "the targeted DLR loss of APGD-T")
     targets = likely_targets(logits, labels, num_targets)
     robust = logits.argmax(1) == labels
     eps, index = per_image(images, eps, index)
@@ -383,7 +383,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps)
-    check_classes(logits, 4, "AutoAttack")      # APGD-T needs 4; APGD-CE before it would take long
+    check_classes(logits.shape[1], 4, "AutoAttack")      # APGD-T needs 4; APGD-CE before it would take long
     robust = logits.argmax(1) == labels
     eps, index = per_image(images, eps, index)
     adv = images.clone()

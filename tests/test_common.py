@@ -130,19 +130,26 @@ def test_devices_compute_in_float32(monkeypatch):
 
 
 def compare(values):
-    """Compare one value per process, and print the error."""
+    """Compare one value per process, also as a weight, and print the errors."""
     common.start_processes("cpu")
-    try:
-        common.check_equal(1, "flags")
-        common.check_equal(values[int(os.environ["RANK"])], "data")
-    except InputError as error:
-        print(error)
+    value = values[int(os.environ["RANK"])]
+    layer = torch.nn.Linear(1, 1, dtype=torch.bfloat16)
+    torch.nn.init.constant_(layer.weight, value)
+    torch.nn.init.zeros_(layer.bias)
+    common.check_equal(1, "flags")
+    for check in (partial(common.check_equal, value, "data"),
+                  partial(common.check_equal_weights, [layer])):
+        try:
+            check()
+        except InputError as error:
+            print(error)
 
 
 def test_processes_with_other_values_stop():
     assert group(partial(compare, [5, 5]), []) == ("", "")
     for printed in group(partial(compare, [5, 6]), []):
         assert printed.startswith("the processes have different data; expected the same")
+        assert "the processes have different checkpoints" in printed
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -160,6 +167,8 @@ def test_input_errors_are_one_line():
 
 def test_an_accuracy_has_a_reference():
     """The largest class is named if its share is above 1.5 / classes."""
-    for labels, text in (([0, 1, 1, 1], ""), ([0, 1, 1, 1, 1], "largest class 80.00"),
-                         ([2, 2, 2, 0, 1, 3], "largest class 50.00"), ([0, 1, 2], "")):
-        assert common.largest_class(labels) == text
+    for labels, classes, text in (
+            ([0, 1, 1, 1], 2, ""), ([0, 1, 1, 1, 1], 2, "largest class 80.00"),
+            ([2, 2, 2, 0, 1, 3], 4, "largest class 50.00"), ([0, 1, 2], 3, ""),
+            ([1, 1], 2, "largest class 100.00")):               # all images are of one class
+        assert common.largest_class(labels, classes) == text

@@ -278,7 +278,8 @@ def test_networks_of_a_program_are_evaluated():
     for row, net in zip(rows, (first, second), strict=True):
         right = net(x / 255).argmax(1) == y
         assert row["top1"] == pytest.approx(100 * right.float().mean().item())
-    assert re.search(r"images \| mine +\| other ", printed) and not first.training
+    assert re.search(r"images \| mine +\| other ", printed)
+    assert first.training and all(p.requires_grad for p in first.parameters())      # as before
     assert "mine has no class names; its logits are taken in this order: 0 = arrow" in printed
     rows, _ = evaluate_networks({"large": linear()}, "--measures clean --limit 4 --image_size 48")
     assert rows[0]["size"] == 48
@@ -299,10 +300,11 @@ def test_guesses_are_lines_and_no_errors(function, note):
 
 
 def test_a_network_without_a_gradient_is_evaluated():
-    """Only attacks along the gradient need one."""
+    """Attacks along the gradient print a line."""
     net = Wrapped(torch.no_grad()(lambda net, x: net(x)))
-    rows, _ = evaluate_networks({"mine": net}, "--measures clean fog square --limit 4")
-    assert [row["name"] for row in rows] == ["clean", "fog", "square"]
+    rows, printed = evaluate_networks({"mine": net}, "--measures clean fog square pgd --limit 4")
+    assert [row["name"] for row in rows] == ["clean", "fog", "square", "pgd"]
+    assert "or has no gradient" in printed
 
 
 @pytest.mark.parametrize("function, words", [

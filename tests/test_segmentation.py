@@ -260,12 +260,19 @@ def test_palettes_must_agree_across_files(tmp_path):
     assert load(root).values == train.values
 
 
-def test_masks_of_ade20ks_layout_have_one_palette(tmp_path):
+def test_masks_of_ade20ks_layout_have_one_palette(tmp_path, capsys):
     make_masks(tmp_path, [1, 2], palette=RED_BLUE, part="training")
     make_masks(tmp_path, [1, 2], palette=BLUE_RED, part="validation")
+    (tmp_path / "images/training/00.jpg").write_bytes(b"a second image of one name")
     args = Namespace(data="ade20k", data_dir=str(tmp_path), num_classes=2, num_workers=0)
     assert load_segmentation(["train"], args)[0].classes == ["class 0", "class 1"]
+    assert "passed over: 1 other files of training, the first: " in capsys.readouterr().out
     with pytest.raises(InputError, match="different palettes: the value 1"):
+        load_segmentation(["train", "val"], args)
+    for kind in ("images", "annotations"):
+        shutil.rmtree(tmp_path / kind / "validation")
+    make_masks(tmp_path, [0, 255], part="validation")               # every pixel is ignored
+    with pytest.raises(InputError, match="no val image has a labelled pixel"):
         load_segmentation(["train", "val"], args)
 
 

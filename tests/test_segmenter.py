@@ -143,9 +143,10 @@ def test_wrong_settings_and_windows_are_errors():
                             **dict(size=32, window=32, stride=16) | bad)
 
 
-def test_pixels_above_one_are_an_error():
-    with pytest.raises(ValueError, match="the image has values up to 255; expected uint8, or float"):
-        predict_classes(small(), torch.full((3, 40, 40), 255.0), size=32, window=32, stride=32)
+@pytest.mark.parametrize("value", [255.0, -1.0, torch.nan])
+def test_pixels_outside_zero_to_one_are_an_error(value):
+    with pytest.raises(ValueError, match=f"the image has values from {value:g} to {value:g}"):
+        predict_classes(small(), torch.full((3, 40, 40), value), size=32, window=32, stride=32)
 
 
 def test_a_fan_encoder_has_the_classifiers_tokens():

@@ -146,7 +146,8 @@ def test_load_timm_reads_prefixes_and_wrapped_states(key):
 def test_one_of_several_sets_of_weights_is_named(names, taken, capsys):
     """DeiT evaluates "model"; timm evaluates the average of the weights."""
     models = {name: ViT(ViTConfig(32, 8, 10, 64, 1, 1, attn="softmax")).eval() for name in names}
-    found, x = load_timm({k: m.state_dict() for k, m in models.items()}), torch.rand(2, 3, 32, 32)
+    file = dict(model="its name") | {name: m.state_dict() for name, m in models.items()}
+    found, x = load_timm(file), torch.rand(2, 3, 32, 32)
     assert torch.equal(found(x), models[taken](x))
     assert (f"{taken} is taken" in capsys.readouterr().out) == (len(names) > 1)
 
