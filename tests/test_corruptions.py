@@ -179,7 +179,7 @@ def test_frost_enlarges_photographs_for_large_images():
     assert large.shape == (1, 3, 400, 700) and large.float().std() > 10
 
 
-def test_wrong_calls_are_errors_and_quantise_keeps_its_argument():
+def test_wrong_calls_are_errors_quantise_keeps_its_argument():
     images = scenes(2, 32)
     for wrong, severity, words in ((images.float() / 255, 1, "expected uint8"),
                                    (images[:, :1], 1, "expected uint8"),

@@ -332,7 +332,7 @@ def test_networks_of_other_data_are_errors():
 
 # --- folders of images ----------------------------------------------------------------------------
 
-def test_imagenet_a_and_o_are_scored_image_by_image():
+def test_imagenet_a_and_o_are_scored_by_image():
     """A network whose answers depend on the image, so that no order of labels is right by chance."""
     torch.manual_seed(0)
     net = ViT(ViTConfig(32, 16, 1000, 64, 1, 1, attn="softmax")).eval()

@@ -76,7 +76,7 @@ def test_padding_changes_no_other_token(causal, padding):
     assert k.grad.isfinite().all() and (k.grad.transpose(1, 2)[~keep] == 0).all()
 
 
-def test_part_of_the_heads_gets_the_numbers_of_all():
+def test_some_heads_get_the_numbers_of_all():
     k, v = torch.randn(2, 3, 4, 9, 8, generator=torch.Generator().manual_seed(0)).double()
     whole = rpc_attention(3 * k, v)
     half = rpc_attention(3 * k[:, :2], v[:, :2], mu_dim="head", lambd=4.0 * 4)

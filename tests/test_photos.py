@@ -105,7 +105,7 @@ def test_folders_of_parts_are_taken_as_they_are():
     assert sizes("new") == [6, 0, 0]
 
 
-def test_a_class_may_have_the_name_of_a_part():
+def test_a_class_may_be_named_like_a_part():
     make("split/train", 20, classes=["train", "bus"])
     parts, passed = own_photos("split")
     assert sum(map(len, parts.values())) == 40 and not passed
