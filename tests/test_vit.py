@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_cls
-from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, PAP_SETTINGS, Attention
+from attention import ATTENTIONS, FORMS, LAYER_PATTERNS, Attention
 from common import InputError
 from models import load_timm
 from segmenter import Segmenter, SegmenterConfig
@@ -91,20 +91,13 @@ def test_drop_path_drops_samples_and_grows_by_layer():
 
 
 def test_wrong_settings_and_images_are_errors():
-    for bad in (dict(image_size=30), dict(attn="fog"), dict(rpc_layers=(7,), attn="rpc")):
+    for bad in (dict(image_size=30), dict(attn="fog"), dict(rpc_layers=(7,), attn="rpc"),
+                dict(pap=dict(n_iters=99), attn="rpc")):
         with pytest.raises(ValueError, match=next(iter(bad))):
             ViTConfig(**{**TINY, **bad})
     for images in (torch.zeros(2, 3, 40, 40), torch.zeros(2, 3, 32, 32, dtype=torch.uint8)):
         with pytest.raises(ValueError, match="expected float"):
             small()(images)
-
-
-def test_an_unknown_name_in_pap_is_an_error(monkeypatch):
-    mine = Attention(False, lambda q, k, v, layer: v, PAP_SETTINGS | dict(beta=2.0))
-    monkeypatch.setitem(ATTENTIONS, "mine", mine)
-    with pytest.raises(ValueError, match="a name in pap='n_iters', expected one of .* n_iter,"):
-        ViTConfig(attn="rpc", pap=dict(n_iters=99))
-    assert ViTConfig(attn="mine", pap=dict(beta=3.0)).pap == PAP_SETTINGS | dict(beta=3.0)
 
 
 def test_another_image_size_resizes_positions_as_deit(tmp_path, capsys):

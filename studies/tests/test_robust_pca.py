@@ -8,14 +8,13 @@ import torch
 
 import common
 from attention import every_pap, symmetric_attention
-from data.shapes import load_shapes
 from kpca import pcp
 from robust import adaptive
 from robust.attacks import cross_entropy, input_gradient
 from studies import robust_pca as study
 from studies.rpca_layer import attend_rpca, robust_pca, rpca_attention, shrink_singular_values
+from test_attacks import with_large_keys
 from test_attention import close, layer as attention_layer, tokens
-from vit import ViT, ViTConfig
 
 
 @pytest.fixture
@@ -196,24 +195,12 @@ def test_rpca_layer_trains_with_constant_s():
     assert len(m.trace(x)) == 4 and m.pap["lambd"] == 1.0
 
 
-def gradient(model, images, labels):
-    _, _, found = input_gradient(cross_entropy, model, images, labels)
-    return found
-
-
-def rpca_vit():
-    """Return a ViT with robust PCA in both layers, images and its predictions."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = ViT(ViTConfig(32, 8, 10, 16, 2, 2, attn="rpca", rpc_layers=(0, 1))).eval()
-        for p in model.requires_grad_(False).parameters():
-            p.mul_(4).add_(0.1 * torch.randn_like(p))
-    images = load_shapes("test", 20).images.float() / 255
-    return model, images, model(images).argmax(1)
-
-
 def test_rpca_has_its_own_surrogates():
-    model, images, labels = rpca_vit()
+    model, images, labels = with_large_keys("rpca")
+
+    def gradient(model, images, labels):
+        return input_gradient(cross_entropy, model, images, labels)[2]
+
     (constant,), (no_s, _) = adaptive.find_surrogates(model, images)
     assert torch.equal(constant(images), model(images))
     with every_pap(model, constant_s=True):
