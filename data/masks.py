@@ -202,10 +202,9 @@ def list_pairs(root, folder=""):
 
 def other_files(root, folder, pairs):
     """List the files below root/images/<folder> and root/annotations/<folder> in no pair."""
-    known = {path for pair in pairs for path in pair}
-    files = []
-    for kind in ("images", "annotations"):
-        files += files_below(Path(root, kind, folder))
+    known = set().union(*pairs)
+    files = files_below(Path(root, "images", folder))
+    files += files_below(Path(root, "annotations", folder))
     return [path for path in files if path not in known]
 
 
