@@ -232,11 +232,16 @@ def test_an_evaluation_writes_a_new_file():
     assert len(list(Path("out").glob("eval_*/results.jsonl"))) == 1
 
 
-def test_adaptive_rows_without_PAP_are_the_plain_ones():
+def test_adaptive_rows_without_PAP_are_the_plain_ones(monkeypatch):
+    """The adaptive attack changes nothing here, so its own row is the clean one."""
     make_checkpoint("soft.pt", attn="softmax")
-    run("--ckpt soft.pt --measures pgd adaptive_pgd --steps 2 --limit 5 --eps 4/255 --out_dir r")
-    plain, adaptive = read()
-    assert adaptive["name"] == "adaptive_pgd" and adaptive["right"] == plain["right"]
+    make_checkpoint("rpc.pt")
+    entry = (lambda model, images, labels, eps, **settings: images), dict(steps=20)
+    monkeypatch.setitem(eval_robust.ATTACKS, "adaptive_pgd", entry)
+    run("--ckpt soft.pt rpc.pt --measures clean pgd adaptive_pgd --steps 2 --limit 5 --eps 8/255 "
+        "--out_dir r")
+    _, clean, plain, attacked, copied, computed = (row["right"] for row in read())
+    assert copied == plain and computed == clean != attacked
     for data in ("shapes", "imagenet"):                     # on the same images
         args = Namespace(data=data, limit=0, seed=0)
         for name in ("pgd", "apgd", "autoattack"):
