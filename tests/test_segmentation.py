@@ -243,6 +243,14 @@ def test_classes_txt_names_every_class(tmp_path, capsys):
         load(root)
 
 
+def test_a_part_may_lack_classes_of_the_network(tmp_path):
+    five = [f"class {k}" for k in range(5)]
+    root = make_masks(tmp_path / "a", [0, 1], part="test")
+    assert load(root, "test", five).classes == five
+    with pytest.raises(InputError, match="the value 1; expected the classes 0 to 0"):
+        load(root, "test", five[:1])
+
+
 def test_palettes_must_agree_across_files(tmp_path):
     root = make_masks(tmp_path / "a", [0, 1, 2], palette=RED_BLUE)
     train = load(root)

@@ -16,6 +16,7 @@ import train_lm
 from data import text as data_text
 from data.rng import DROPOUT, seed_from
 from data.words import word_swap
+from fixtures import ROOT
 from lm import LM, LM_SIZES, LMConfig, lm_from_checkpoint
 from runs import call, log, make_text, refused, rows
 
@@ -240,6 +241,7 @@ def test_mistakes_of_an_evaluation_are_one_line():
         assert "unrecognized arguments" in bad(given), given
     assert "expected 2 or more" in bad("--eval_only a --limit 1 --out_dir b")
     assert "a has no valid or test text" in bad("--eval_only a --data_dir a")
+    assert "is for classification" in bad("--eval_only", [ROOT / "weights/shapes_rpc.pt"])
     assert "a contains a run" in bad(SMALL, "--out_dir a")
     shutil.copy("text/wiki.train.tokens", "text/wiki.valid.tokens")
     assert "the texts train and valid are equal" in bad(SMALL, "--out_dir b")
