@@ -38,8 +38,8 @@ def tiny(tmp_path, monkeypatch):
     """Prepare a study of one variant, two steps and a short text; return its flags."""
     text = tmp_path / "wikitext"
     text.mkdir()
-    for split in ("train", "valid", "test"):
-        (text / f"wiki.{split}.tokens").write_text(" a b c d e f g AAA <unk> \n" * 10)
+    for split, lines in (("train", 10), ("valid", 9), ("test", 8)):
+        (text / f"wiki.{split}.tokens").write_text(" a b c d e f g AAA <unk> \n" * lines)
     monkeypatch.setattr(language, "RESULTS", tmp_path)
     monkeypatch.setattr(language, "STEPS", 2)
     monkeypatch.setattr(language, "TEXTS", dict(wikitext="4"))
