@@ -13,6 +13,7 @@ function here, an entry in DATASETS, and an entry in RECIPES of train_cls.py.
     folder     your own photos, --data_dir/<class>/*; their bytes decide their part
 """
 
+import os
 import zlib
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def cifar10(part, args, device, classes=None):
 
 def imagenet(part, args, device, classes=None):
     """Open ImageNet's folders, which have no test images: "test" is val/, too."""
+    if os.path.realpath(f"{args.data_dir}/train") == os.path.realpath(f"{args.data_dir}/val"):
+        raise InputError(f"{args.data_dir}/train and {args.data_dir}/val are one folder; expected two")
     if part == "train":
         return ImageFiles(f"{args.data_dir}/train", args, seed=args.seed)
     return ImageFiles(f"{args.data_dir}/val", args, classes)

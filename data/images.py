@@ -192,7 +192,11 @@ def own_photos(root):
     Returns {part: [path]} and {reason: [paths that are passed over]}.
     """
     root = Path(root)
-    place = {root / part: part for part in PARTS if (root / part).is_dir()}
+    place = {}                                  # {folder of a part, which has class folders: part}
+    for part in PARTS:
+        folder = root / part
+        if folder.is_dir() and any(path.is_dir() for path in entries(folder)):
+            place[folder] = part
     if root / "train" not in place:
         place[root] = "train"                   # the class folders are in root itself
     folders = {part: [] for part in place.values()}

@@ -258,6 +258,8 @@ def class_names(args, classes, trees, first):
     path = Path(args.data_dir, "classes.txt")
     if path.exists():
         names = [line.strip() for line in read_lines(path) if line.strip()]
+        if not classes and args.num_classes not in (0, len(names)):     # in a training
+            print0(f"{path} names {len(names)} classes, so --num_classes is not used")
     elif classes:
         names = list(classes)
     elif args.data == "camvid" and args.num_classes == len(CAMVID_CLASSES):

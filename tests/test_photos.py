@@ -106,10 +106,13 @@ def test_folders_of_parts_are_taken_as_they_are():
 
 
 def test_a_class_may_be_named_like_a_part():
+    """A folder is a part if it has class folders."""
     make("split/train", 20, classes=["train", "bus"])
-    parts, passed = own_photos("split")
-    assert sum(map(len, parts.values())) == 40 and not passed
-    assert {path.parent.name for path in parts["train"]} == {"train", "bus"}
+    make("whole", 20, classes=["test", "bus"])
+    for folder in ("split", "whole"):
+        parts, passed = own_photos(folder)
+        assert sum(map(len, parts.values())) == 40 and not passed
+        assert len({path.parent.name for path in parts["train"]}) == 2
 
 
 def test_equal_photos_count_once(capsys):
