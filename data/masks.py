@@ -28,7 +28,6 @@ from data.images import (ENDINGS, divide, entries, files_below, print_parts, pri
                          read_image)
 from data.rng import DISTORT, VIEW, seed_from, uniform
 from data.shapes import load_shapes
-from data.text import read_lines
 
 CAMVID_CLASSES = ["sky", "building", "pole", "road", "pavement", "tree", "sign", "fence",
                   "car", "pedestrian", "bicyclist"]
@@ -257,7 +256,8 @@ def class_names(args, classes, trees, first):
     largest = found[-1]
     path = Path(args.data_dir, "classes.txt")
     if path.exists():
-        names = [line.strip() for line in read_lines(path) if line.strip()]
+        lines = path.read_text("utf-8-sig", errors="replace").splitlines()
+        names = [line.strip() for line in lines if line.strip()]
         if not classes and args.num_classes not in (0, len(names)):     # in a training
             print0(f"{path} names {len(names)} classes, so --num_classes is not used")
     elif classes:
