@@ -294,9 +294,9 @@ ATTENTIONS = {
 }
 # Names that pap may contain besides the settings: more keywords of rpc_attention.
 PAP_NAMES = ("threshold", "mu_dim", "dual_sign", "mu_over", "shrink")
-# A value of --attn, and `attn` of a config, is a pattern in this table, (attention in rpc_layers, in
-# all other layers), or a name in ATTENTIONS, which then holds for all layers. If both tables have
-# it, it is a pattern. SelfAttention is one layer, so its `attn` is always a name in ATTENTIONS.
+# A value of --attn, and `attn` of a config, is a pattern in this table, (attention in rpc_layers,
+# in all other layers), or a name in ATTENTIONS, which then holds for all layers. If both tables
+# have it, it is a pattern. SelfAttention is one layer, so its `attn` is a name in ATTENTIONS.
 LAYER_PATTERNS = {
     "rpc": ("rpc", "symmetric"),
     "rpc_asym": ("rpc_asym", "softmax"),
@@ -458,7 +458,7 @@ def every_pap(model, **settings):
 
 @contextmanager
 def eval_mode(model):
-    """Put a model into eval mode inside the block. Afterwards each module has its own mode again."""
+    """Put a model into eval mode inside the block. Then each module has its own mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

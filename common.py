@@ -23,8 +23,8 @@ from datetime import date, datetime
 from pathlib import Path
 
 # A waiting thread of PyTorch checks for work this many times, and then sleeps. Threads that never
-# sleep slow down other programs (docs/data.md). PyTorch reads the variable when it is imported. Your
-# own value of this variable, or of OMP_WAIT_POLICY, stays.
+# sleep slow down other programs (docs/data.md). PyTorch reads the variable when it is imported.
+# Your own value of this variable, or of OMP_WAIT_POLICY, stays.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -111,8 +111,8 @@ RUNNING = dict(
     compile=(None, "compile the model; without this flag on CUDA devices"),
     max_steps=(0, "stop at this step; the schedule stays the same; 0: never"),
 )
-# The flags of a resumed run: what belongs to the machine, where to stop, and the remedies for a loss
-# that is not finite. The other settings come from the checkpoint.
+# The flags of a resumed run: what belongs to the machine, where to stop, and the remedies for a
+# loss that is not finite. The other settings come from the checkpoint.
 OF_RESUME = ("resume", "data_dir", "num_workers", "device", "amp", "compile", "max_steps", "lr",
              "clip")
 # Flags that may differ between the nodes of a run.
@@ -415,7 +415,7 @@ def create_file(path):
 
 
 def new_results(out_dir):
-    """Create the results.jsonl of an evaluation, in out_dir or else in out/eval_<time>; return it."""
+    """Create results.jsonl of an evaluation, in out_dir or else in out/eval_<time>; return it."""
     now = datetime.now().strftime("%Y%m%d_%H%M%S_%f")   # with microseconds, so no name occurs twice
     path = Path(out_dir or f"out/eval_{now}", "results.jsonl")
     create_file(path)
@@ -423,7 +423,7 @@ def new_results(out_dir):
 
 
 def start_log(args, first, model, device):
-    """Create out_dir/log.jsonl, or cut the log of a resumed run after step `first`; return the path.
+    """Create out_dir/log.jsonl, or cut the log of a resumed run after step `first`; return its path.
 
     A row is appended with the flags, the number of parameters and the machine.
     """

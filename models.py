@@ -21,7 +21,7 @@ SIZES |= {name: ("fan", size) for name, size in fan.FAN_SIZES.items()}
 
 
 def load_classifier(checkpoint):
-    """Rebuild the network of train_cls.py, or a ViT from weights with timm's names, in eval mode."""
+    """Rebuild a network of train_cls.py, or a ViT from weights with timm's names, in eval mode."""
     if "task" not in checkpoint:
         return load_timm(checkpoint)
     check_task(checkpoint, "classification")

@@ -150,8 +150,8 @@ class Segmenter(nn.Module):
         super().__init__()
         self.config = config
         Encoder = ENCODERS[config.architecture]
-        # num_classes=0: without a head. This config's num_tokens counts a class token, and the blocks
-        # of a FAN have none. Only scaled_s uses num_tokens, and a Segmenter cannot have scaled_s.
+        # num_classes=0: without a head. This config's num_tokens counts a class token, and the
+        # blocks of a FAN have none. Only scaled_s uses num_tokens, and a Segmenter cannot have scaled_s.
         self.encoder = Encoder(replace(config, num_classes=0))
         self.decoder = MaskDecoder(config)
         init_linear_layers(self.decoder)

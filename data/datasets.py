@@ -53,7 +53,7 @@ def cifar10(part, args, device, classes=None):
 def imagenet(part, args, device, classes=None):
     """Open ImageNet's folders, which have no test images: "test" is val/, too."""
     if os.path.realpath(f"{args.data_dir}/train") == os.path.realpath(f"{args.data_dir}/val"):
-        raise InputError(f"{args.data_dir}/train and {args.data_dir}/val are one folder; expected two")
+        raise InputError(f"{args.data_dir}: train and val are one folder; expected two")
     if part == "train":
         return ImageFiles(f"{args.data_dir}/train", args, seed=args.seed)
     return ImageFiles(f"{args.data_dir}/val", args, classes)
@@ -169,8 +169,8 @@ class ImageFiles(ImageFolder):
 def load_batches(data, pairs, device):
     """Yield images (b, 3, S, S) uint8 and labels (b,) on the device, and positions (b,) on the CPU.
 
-    pairs: (positions, indices) of each batch, (b,) int64 each. position: the number of the sample in
-    the whole run, step * batch_size + its place in the batch. index: the number of the image.
+    pairs: (positions, indices) of each batch, (b,) int64 each. position: the number of the sample
+    in the whole run, step * batch_size + its place in the batch. index: the number of the image.
     """
     if isinstance(data, Split):
         for position, index in pairs:

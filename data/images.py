@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from common import InputError, check_folder, print0
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp")
-PARTS = ("test", "val", "train")         # in this order, so a copy of a test image is not trained on
+PARTS = ("test", "val", "train")         # in this order: a copy of a test image is not trained on
 
 
 class Split(NamedTuple):
@@ -70,8 +70,8 @@ def central_square(image, size, share=1.0, resample="bicubic"):
     """
     from torchvision.transforms.v2 import functional as F
     height, width = image.shape[1:]
-    # The longer side beyond 2 : 1 is cropped away in any case. Crop it first, because a resized image
-    # of 30000 x 1 pixels would need gigabytes.
+    # The longer side beyond 2 : 1 is cropped away in any case. Crop it first, because a resized
+    # image of 30000 x 1 pixels would need gigabytes.
     most = 2 * min(height, width)
     image = F.center_crop(image, [min(height, most), min(width, most)])
     mode = F.InterpolationMode(resample)

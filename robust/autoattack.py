@@ -383,7 +383,7 @@ def autoattack(model, images, labels, eps, *, steps=100, queries=5000, num_targe
               "FAB-T": partial(fab_t, steps=steps, num_targets=num_targets),
               "Square": partial(square, queries=queries)}
     logits = clean_logits(model, images, eps)
-    check_classes(logits.shape[1], 4, "AutoAttack")      # APGD-T needs 4; APGD-CE before it would take long
+    check_classes(logits.shape[1], 4, "AutoAttack")     # now, not after the minutes of APGD-CE
     robust = logits.argmax(1) == labels
     eps, index = per_image(images, eps, index)
     adv = images.clone()

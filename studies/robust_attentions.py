@@ -182,8 +182,8 @@ class EllipticalFirst(Elliptical):
 def sinkhorn(k, v, rounds=3):
     """Attend with doubly stochastic weights: normalise rows, columns, then rows again.
 
-    Sander et al. 2022. The output in their paper is N times this output. They did not publish it as a robust
-    attention.
+    Sander et al. 2022. The output in their paper is N times this output. They did not publish it
+    as a robust attention.
     """
     s = scores(k, k)
     for i in range(rounds):
