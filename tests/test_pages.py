@@ -225,7 +225,7 @@ def test_commands_of_robustness_run(place, monkeypatch, capsys, tmp_path, comman
 def test_snippets_of_robustness_run(place, monkeypatch, capsys):
     timm = pytest.importorskip("timm")
     pytest.importorskip("torchattacks")
-    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 224 ** 2, 1000))
+    net = torch.nn.Sequential(torch.nn.AvgPool2d(28), torch.nn.Flatten(), torch.nn.Linear(192, 1000))
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: net)
     own, networks, copies = blocks("python", ROBUSTNESS)
     model, images, labels = trained_network(20)

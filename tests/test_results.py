@@ -1,8 +1,7 @@
 """Tables of an evaluation (lines are measures, columns networks), and the curves of plot.py."""
 
 import json
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from scipy import stats
 import common
 import plot
 import results
-from fixtures import ROOT
 from robust.metrics import ALEXNET
 from runs import call
 
@@ -70,7 +68,7 @@ def test_mean_of_corruptions_needs_all_types():
 
 # --- tables ---------------------------------------------------------------------------------------
 
-def test_a_table_is_a_matrix(tmp_path):
+def test_a_table_is_a_matrix(tmp_path, capsys):
     rows = [row("a"), row("b|c", top1=60.0), row("a", "cw", "cw steps=9", median_l2=0.12345),
             row("a", data="imagenet")]
     table = results.rows_table(rows)
@@ -81,9 +79,9 @@ def test_a_table_is_a_matrix(tmp_path):
         common.append_row(tmp_path / "results.jsonl", one)
     with open(tmp_path / "results.jsonl", "a") as file:
         file.write('{"network": "a", "na')                              # killed while writing
-    printed = subprocess.run([sys.executable, "-m", "results", tmp_path / "results.jsonl"],
-                             cwd=ROOT, capture_output=True, text=True)
-    assert table in printed.stdout and "±49 points" in printed.stdout, printed.stderr
+    call(lambda: runpy.run_module("results", run_name="__main__"), [tmp_path / "results.jsonl"])
+    printed = capsys.readouterr().out
+    assert table in printed and "±49 points" in printed
 
 
 def networks(kind, accuracies, **fields):
