@@ -307,7 +307,7 @@ def test_guesses_are_lines_and_no_errors(function, note):
 def test_a_network_without_a_gradient_is_evaluated():
     """Attacks along the gradient print a line."""
     net = Wrapped(torch.no_grad()(lambda net, x: net(x)))
-    rows, printed = evaluate_networks({"mine": net}, "--measures clean fog square pgd --limit 1")
+    rows, printed = evaluate_networks({"mine": net}, "--measures clean fog square pgd --limit 4")
     assert [row["name"] for row in rows] == ["clean", "fog", "square", "pgd"]
     assert "or has no gradient" in printed
 
