@@ -66,8 +66,9 @@ def folder(part, args, device, classes=None):
     if part != "val":                       # a training loads train and val, and prints once
         print_parts(args.data_dir, parts, passed)
     if part == "test":
-        print0(f"{len(parts[part])} photos are the part test; to test all of some new photos, "
-               f"move them into {args.data_dir}/test/<class>/")
+        total = len(set().union(*parts.values()))
+        print0(f"{len(parts[part])} of {total} photos: the part test; to test all of some new "
+               f"photos, move them into {args.data_dir}/test/<class>/")
     names = list(classes or found)
     if len(names) < 2 or not set(found) <= set(names):
         expected = ", ".join(names[:5]) if classes else "two or more"

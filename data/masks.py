@@ -14,7 +14,7 @@ The training transforms and their order come from mmsegmentation 0.14.1 and
 """
 
 import zlib
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -113,8 +113,8 @@ class SegTree(Dataset):
         self.num_workers = num_workers
         self.values = {}
         crcs = []
-        with ThreadPool() as pool:
-            read = pool.imap(read_pair, pairs)
+        with ThreadPoolExecutor() as pool:      # after an error it waits for its threads
+            read = pool.map(read_pair, pairs)
             for values, crc in bar(read, f"reading {part}", total=len(pairs), leave=False):
                 add_values(self.values, values)
                 crcs.append(crc)

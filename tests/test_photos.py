@@ -233,7 +233,7 @@ def test_somebodys_photos_are_evaluated_under_all_corruptions(capsys):
     make("new", 8)                                          # a folder that the network never saw
     call(eval_robust.main, "--ckpt out/folder_symmetric --data_dir new --measures clean --device cpu")
     test, *_ = sizes("new")
-    assert f"{test} photos are the part test" in capsys.readouterr().out
+    assert f"{test} of 24 photos: the part test" in capsys.readouterr().out
     make("other", 8, classes=["cat", "yak"])
     assert "has photos of the classes ['cat', 'yak'], expected cat, dog, owl" in refused(
         eval_robust, "--ckpt out/folder_symmetric --data_dir other --device cpu")
