@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import runpy
 import socket
 import sys
@@ -53,7 +54,8 @@ def finish(process, timeout=300):
     if process.is_alive():
         process.kill()
         process.join()
-    return process.exitcode, *(file.read_text() for file in process.files)
+    out, err = (file.read_text() for file in process.files)
+    return process.exitcode, re.sub(r"\[Gloo\].*\n", "", out), err    # gloo of PyTorch 2.8 prints
 
 
 ROOT = Path(__file__).parent.parent
