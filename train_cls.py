@@ -8,8 +8,9 @@
     python train_cls.py --resume out/shapes_rpc           # continue exactly where the run stopped
     python eval_robust.py --ckpt out/shapes_rpc           # test on corrupted and attacked images
 
-SETTINGS below are the flags. A data set has only the flags that act on it: `python train_cls.py
---data imagenet --help` lists the flags of ImageNet. To change a recipe, edit RECIPES.
+SETTINGS below are the flags. A data set has only its own flags: `python train_cls.py --data imagenet
+--help` lists the flags of ImageNet. Every --attn has the flags of PAP. To change a recipe, edit
+RECIPES.
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
