@@ -559,6 +559,13 @@ def load(path):
                          f"torch.save: {repr(e):.200}") from None
 
 
+def note_step(path, checkpoint):
+    """Print a line if a checkpoint is from before the end of its training."""
+    step, total = checkpoint.get("step", 0), checkpoint.get("total", 0)     # other people's: 0
+    if step < total:
+        print0(f"note: {path} is the network of step {step} of {total}")
+
+
 SCRIPTS = {"classification": "train_cls.py", "segmentation": "train_seg.py",
            "language modelling": "train_lm.py"}
 

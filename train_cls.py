@@ -361,7 +361,7 @@ def main():
     def save(name, step):
         """Write a checkpoint, with the present weights, into the folder of the run."""
         state = dict(task="classification", architecture=architecture, args=vars(args),
-                     step=step, metrics=metrics, best=best,
+                     step=step, total=total, metrics=metrics, best=best,
                      model=evaluated.state_dict(), optimizer=optimizer.state_dict(),
                      model_config=asdict(config), classes=list(train.classes),
                      data_crc=crc)

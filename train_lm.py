@@ -170,6 +170,7 @@ def evaluate(model, tokens, args, rank, world):
 def load_network(path, device):
     """Return the language model of a checkpoint, its Vocabulary, and the flags of its training."""
     checkpoint = common.load(path)
+    common.note_step(path, checkpoint)
     model = lm_from_checkpoint(checkpoint).to(device)
     vocab = Vocabulary(checkpoint["vocab"].split("\n"))
     return model, vocab, checkpoint["args"]
@@ -374,7 +375,8 @@ def train():
 
     def save(name, step):
         """Write a checkpoint, with the present weights, into the folder of the run."""
-        state = dict(task=TASK, args=vars(args), step=step, metrics=metrics, best=best,
+        state = dict(task=TASK, args=vars(args), step=step, total=args.steps,
+                     metrics=metrics, best=best,
                      model=model.state_dict(), optimizer=optimizer.state_dict(),
                      model_config=asdict(config), vocab=words, data_crc=crc)
         common.save(f"{args.out_dir}/{name}", state)

@@ -242,6 +242,7 @@ def evaluate_only(args, rank, world, device):
     common.check_same_run(args, 0, test.crc)
     networks = {}                       # {path: (model, dict(size, window, stride))}
     for path, checkpoint in checkpoints.items():
+        common.note_step(path, checkpoint)
         model = segmenter_from_checkpoint(checkpoint).to(device)
         check_classes_and_palette(path, checkpoint, test)
         size = model.config.image_size
@@ -402,7 +403,8 @@ def main():
         """Write a checkpoint, with the present weights, into the folder of the run."""
         palette = {value: colour for value, (colour, _) in train.values.items()}
         common.save(f"{args.out_dir}/{name}", dict(
-            task="segmentation", args=vars(args), step=step, metrics=metrics, best=best,
+            task="segmentation", args=vars(args), step=step, total=total,
+            metrics=metrics, best=best,
             model=model.state_dict(), optimizer=optimizer.state_dict(),
             model_config=asdict(config), classes=list(train.classes), palette=palette,
             data_crc=crc))

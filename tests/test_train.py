@@ -257,6 +257,18 @@ def test_evaluating_processes_with_other_data_stop(name, monkeypatch):
     assert not list(Path().glob("node*/b"))
 
 
+@each
+def test_evaluations_name_a_run_stopped_early(name, capsys):
+    train(name, "--max_steps 1 --out_dir a")
+    capsys.readouterr()
+    if name == "cls":
+        eval_robust.load_network("a", "cpu")
+    else:
+        call(SCRIPTS[name].main, "--eval_only a --limit 20")
+    total = dict(cls=24, lm=30, seg=24)[name]           # steps of the whole training
+    assert f"note: a is the network of step 1 of {total}\n" in capsys.readouterr().out
+
+
 def main_and_seed(name):
     """Run main() and print the seed of the last step's masks. Only rank 0 may write."""
     if os.environ["RANK"] != "0":
