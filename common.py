@@ -231,9 +231,11 @@ def parse_layers(text, depth):
     layers = set()
     for part in text.replace("all", f"0-{depth - 1}").split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        first, last = match.groups() if match else ("1", "0")      # no layer
-        chosen = range(int(first), int(last or first) + 1)
-        if not chosen:
+        chosen = ()
+        if match:
+            first, last = match.groups()
+            chosen = range(int(first), int(last or first) + 1)
+        if not chosen:                                  # another text, or a range such as 3-1
             raise InputError(f"--rpc_layers {text}: expected 0 or 0,1,2 or 0-3 or all")
         layers |= set(chosen)
     if not layers or max(layers) >= depth:
@@ -423,9 +425,9 @@ def new_results(out_dir):
 
 
 def start_log(args, first, model, device):
-    """Create out_dir/log.jsonl, or cut the log of a resumed run after step `first`; return its path.
+    """Create out_dir/log.jsonl, or cut the log of a resumed run after step `first`.
 
-    A row is appended with the flags, the number of parameters and the machine.
+    Returns the path. A row is appended with the flags, the number of parameters and the machine.
     """
     path = Path(args.out_dir, "log.jsonl")
     if not args.resume:
@@ -560,8 +562,9 @@ def load(path):
 
 
 def note_step(path, checkpoint):
-    """Print a line if a checkpoint is from before the end of its training."""
-    step, total = checkpoint.get("step", 0), checkpoint.get("total", 0)     # other people's: 0
+    """Print a line if a checkpoint was saved before the end of its training."""
+    step = checkpoint.get("step", 0)                    # 0 in files of other programs
+    total = checkpoint.get("total", 0)
     if step < total:
         print0(f"note: {path} is the network of step {step} of {total}")
 

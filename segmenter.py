@@ -151,7 +151,8 @@ class Segmenter(nn.Module):
         self.config = config
         Encoder = ENCODERS[config.architecture]
         # num_classes=0: without a head. This config's num_tokens counts a class token, and the
-        # blocks of a FAN have none. Only scaled_s uses num_tokens, and a Segmenter cannot have scaled_s.
+        # blocks of a FAN have no class token. Only scaled_s uses num_tokens, and a Segmenter
+        # cannot have scaled_s.
         self.encoder = Encoder(replace(config, num_classes=0))
         self.decoder = MaskDecoder(config)
         init_linear_layers(self.decoder)

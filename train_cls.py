@@ -8,9 +8,9 @@
     python train_cls.py --resume out/shapes_rpc           # continue exactly where the run stopped
     python eval_robust.py --ckpt out/shapes_rpc           # test on corrupted and attacked images
 
-SETTINGS below are the flags. A data set has only its own flags: `python train_cls.py --data imagenet
---help` lists the flags of ImageNet. Every --attn has the flags of PAP. To change a recipe, edit
-RECIPES.
+SETTINGS below are the flags. A data set has only its own flags: `python train_cls.py --data
+imagenet --help` lists the flags of ImageNet. Every --attn has the flags of PAP. To change a
+recipe, edit RECIPES.
 
 Paper: Teo & Nguyen 2024, section 4.1 and App. A. Recipe: `facebookresearch/deit`. Differences from
 the released code (`rachtsy/KPCA_code:Robust/main_train.py`):
@@ -349,7 +349,7 @@ def main():
         evaluated.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+        if Path(args.out_dir, "best.pt").exists():      # a lost best.pt is written again
             best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 

@@ -305,6 +305,7 @@ def learning_rate(step, args):
 
 
 def train():
+    """Train a language model, or continue its training."""
     args, checkpoint = get_args()
 
     # torchrun starts `world` processes, one per GPU. Each trains on its part of every batch; only
@@ -361,7 +362,7 @@ def train():
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+        if Path(args.out_dir, "best.pt").exists():      # a lost best.pt is written again
             best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 

@@ -170,7 +170,7 @@ def evaluation_table(chosen):
         eval_only=([], "evaluate these runs or files on the same images"),
         data=(data, "data set; without this flag as in the training", tuple(RECIPES)))
     if data != "shapes":
-        data_dir = trained.get("data_dir", "masks")     # a training on scenes has none
+        data_dir = trained.get("data_dir", "masks")     # scenes have no folder
         table["data_dir"] = (data_dir, "folder of the test images")
         table["num_workers"] = FILES["num_workers"]
     return table | EVALUATION
@@ -390,7 +390,7 @@ def main():
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         first = checkpoint["step"]
-        if Path(args.out_dir, "best.pt").exists():      # else the next evaluation writes it
+        if Path(args.out_dir, "best.pt").exists():      # a lost best.pt is written again
             best = checkpoint["best"]
     common.check_same_run(args, first, crc)
 

@@ -146,8 +146,8 @@ class ImageFiles(ImageFolder):
         number = {name: i for i, name in enumerate(self.classes)}
         unknown = [name for name in found if name not in number]
         if unknown:
-            raise InputError(f"{folder} has the folders {unknown[:5]}, which are no "
-                             f"classes; expected some of {self.classes[:3]}, ...")
+            raise InputError(f"{folder} has the folders {unknown[:5]}, which are not "
+                             f"class names; expected some of {self.classes[:3]}, ...")
         # ImageFolder numbers the folders that it finds; a label is the number in self.classes.
         self.labels = torch.tensor([number[found[k]] for k in self.targets])
 

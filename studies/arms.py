@@ -240,7 +240,7 @@ def into(folder, *flags):
 
 
 def evaluate_once(done, *command):
-    """Run an evaluation into the folder `done`, unless it is there. After a kill it begins again."""
+    """Run an evaluation into the folder `done`, unless it exists. A killed one begins again."""
     if not done.exists():
         unfinished = done.with_name("unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)

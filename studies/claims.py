@@ -220,9 +220,9 @@ def rows_of(pattern):
 def mean(files, *given):
     """Return the mean of a column, as text, over the rows that meet all conditions.
 
-    given: conditions (column=pattern), then the column and a form of `written`. Of the rows that
-    meet the conditions, only the rows of the last training step count. A list in the column, for
-    example one number per severity, counts as its mean.
+    given: conditions (column=pattern), then the column and a form of `written`. Only rows of the
+    last training step count. A list in the column, for example one number per severity, counts as
+    its mean.
     """
     *conditions, column, form = given
     rows = rows_of(files)

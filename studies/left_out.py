@@ -2,11 +2,12 @@
 
     python -m studies.left_out                                    # tables of the stored rows
     python -m studies.left_out --ckpt out/why/symmetric_s0 --out FILE
-    python -m studies.left_out --ckpt weights/cifar10_symmetric.pt --data_dir data/cifar10 --out FILE
+    python -m studies.left_out --ckpt weights/cifar10_symmetric.pt --data_dir data/cifar10 \\
+        --out FILE
     python -m studies.left_out --knowing --ckpt out/why/symmetric_s0 --out FILE
 
-Each test image has a few corrupted patches. A score of studies/scores.py marks patches, and no token
-attends to a marked patch, in all layers. Nothing is trained. The oracle leaves out exactly the
+Each test image has a few corrupted patches. A score of studies/scores.py marks patches, and no
+token attends to a marked patch, in all layers. Nothing is trained. The oracle leaves out exactly the
 corrupted patches: it is the ceiling. Thresholds come from clean training images. --knowing attacks
 a network and its detector together. The question, the tests and the meaning of each outcome were
 fixed in results/left_out/plan.md before the first row.

@@ -96,7 +96,7 @@ def test_a_new_run_owns_its_folder(tmp_path):
         open_log(tmp_path)
     assert path.read_bytes() == before
     path.unlink()
-    row, = common.read_log(open_log(tmp_path, 7, "yes"))                # a lost log begins anew
+    row, = common.read_log(open_log(tmp_path, 7, "yes"))                # a lost log begins again
     assert row["step"] == 7
 
 

@@ -191,7 +191,7 @@ def test_labels_follow_the_training_classes(tree_dir):
     some = tree(tree_dir, "val", classes=["n00", *classes])         # val/ may lack classes
     assert some.labels.tolist() == [1, 1, 2, 2, 3, 3]
     (tree_dir / "val" / "n03").rename(tree_dir / "val" / "images")  # as in TinyImageNet
-    with pytest.raises(InputError, match=r"val has the folders \['images'\], which are no classes"):
+    with pytest.raises(InputError, match=r"val has the folders \['images'\], which are not class names"):
         tree(tree_dir, "val", classes=classes)
     with pytest.raises(InputError, match="there is no folder .*/test; --corrupted_dir selects it"):
         tree(tree_dir, "test", flag="corrupted_dir")

@@ -1,4 +1,4 @@
-"""Test studies/kernel_pca.py, probe.py and published_scores.py: reference numbers, theory, controls."""
+"""Test kernel_pca.py, probe.py and published_scores.py: reference numbers, theory, controls."""
 
 import csv
 import math
